@@ -34,8 +34,8 @@ from bench.workloads import Workload
 from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import platform as platform_lib
+from reinforce_ada_jax.learning.forward import choose_attention
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
-from reinforce_ada_jax.learning.learner import choose_attention
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.policy import transformer

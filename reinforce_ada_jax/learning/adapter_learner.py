@@ -6,33 +6,29 @@ that.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import platform as platform_lib
-from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
-from reinforce_ada_jax.learning.micro_batches import micro_batches
-from reinforce_ada_jax.learning.optimizer import state_shardings, with_standard_promotion
-from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
-from reinforce_ada_jax.learning.scoring import forward_pass
+from reinforce_ada_jax.learning.forward import head_config, row_settings, target_logprobs
+from reinforce_ada_jax.learning.micro_batches import micro_batches, padded
+from reinforce_ada_jax.learning.optimizer import AdamParams, adamw
+from reinforce_ada_jax.learning.token_losses import surrogates
+from reinforce_ada_jax.learning.update import LearnerState, state_layout, take_step
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import Lora
-from reinforce_ada_jax.policy.transformer import Params, merge, nest
-
-Number = Any  # a float of the host, or a scalar inside a program
+from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge, nest
 
 
 class LossRow(NamedTuple):
@@ -52,114 +48,59 @@ class LossRow(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """Bounds of the ratio, for the losses that have them; the defaults are Tinker's."""
+    """Bounds of the ratio, for the losses that have them: floats, or scalars inside a program.
 
-    low: Number = 0.8
-    high: Number = 1.2
-
-
-class AdamParams(NamedTuple):
-    """Parameters of one step of AdamW, as PyTorch defines it.
-
-    Attributes:
-      learning_rate: factor of the step.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      epsilon: added to the root of the second moment.
-      weight_decay: decoupled; times the learning rate.
-      clip_norm: bound of the gradient's global norm; 0: none.
+    The defaults are Tinker's.
     """
 
-    learning_rate: Number
-    b1: Number
-    b2: Number
-    epsilon: Number
-    weight_decay: Number = 0.0
-    clip_norm: Number = 0.0
+    low: Any = 0.8
+    high: Any = 1.2
 
 
 NO_STEP = AdamParams(0.0, 0.9, 0.95, 1e-8)
 
 
-def _adam(adam: AdamParams) -> optax.GradientTransformation:
-    """AdamW with parameters that may be arrays of a program; its state has the same structure for all of them."""
-    bound = jnp.where(adam.clip_norm > 0, adam.clip_norm, jnp.inf)
-    return with_standard_promotion(optax.chain(
-        optax.clip_by_global_norm(cast(float, bound)),
-        optax.adamw(adam.learning_rate, b1=adam.b1, b2=adam.b2, eps=adam.epsilon, weight_decay=adam.weight_decay),
-    ))  # fmt: skip
+def _optimizer(adam: AdamParams) -> optax.GradientTransformation:
+    return adamw(adam, adam.learning_rate, jnp.where(adam.clip_norm > 0, adam.clip_norm, jnp.inf))
 
 
-def _adam_step(state: "AdapterState", gradients: Params, adam: AdamParams) -> tuple["AdapterState", Float[Array, ""]]:
-    changes, optimizer = _adam(adam).update(gradients, state.optimizer, state.params)
-    params = cast(Params, optax.apply_updates(state.params, changes))
-    return AdapterState(params=params, optimizer=optimizer), optax.tree.norm(gradients)
+def _step(state: LearnerState, gradients: Params, adam: AdamParams) -> tuple[LearnerState, Float[Array, ""]]:
+    return take_step(_optimizer(adam), state, gradients), optax.tree.norm(gradients)
 
 
-@struct.dataclass
-class AdapterState:
-    """Adapters and their optimiser, float32."""
-
-    __no_type_check__ = True
-
-    params: Params
-    optimizer: optax.OptState
+def _begin(params: Params) -> tuple[optax.OptState, Int[Array, ""]]:
+    return _optimizer(NO_STEP).init(params), jnp.int32(0)
 
 
-Terms = Float[Array | np.ndarray, "B T"]
+Terms = Float[Array | np.ndarray, "*B T"]
 
 
-def cross_entropy(logprobs: Terms, factors: Terms, old_logprobs: Terms, clip: Clip) -> Terms:
-    """Computes -weight log p."""
-    del old_logprobs, clip
-    return loss_lib.cross_entropy(logprobs, factors)
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo")
 
 
-def _ratio(logprobs: Terms, factors: Terms, old_logprobs: Terms) -> Terms:
-    """exp(log p - log q); 1 at tokens without advantage, whose old log-probabilities may be anything."""
-    return jnp.exp(jnp.where(factors == 0, 0.0, logprobs - old_logprobs))
+def token_losses(loss: str, logprobs: Terms, row: LossRow, clip: Clip) -> Terms:
+    """Computes the loss of each token, with rho = exp(log p - log q) and the row's factors as A.
 
-
-def importance_sampling(logprobs: Terms, factors: Terms, old_logprobs: Terms, clip: Clip) -> Terms:
-    """Computes -(p / q) A."""
-    del clip
-    return -_ratio(logprobs, factors, old_logprobs) * factors
-
-
-def ppo(logprobs: Terms, factors: Terms, old_logprobs: Terms, clip: Clip) -> Terms:
-    """Computes -min((p / q) A, clip(p / q) A) (arXiv 1707.06347)."""
-    ratio = _ratio(logprobs, factors, old_logprobs)
-    return -jnp.minimum(ratio * factors, jnp.clip(ratio, clip.low, clip.high) * factors)
-
-
-def cispo(logprobs: Terms, factors: Terms, old_logprobs: Terms, clip: Clip) -> Terms:
-    """Computes -clip(p / q) A log p, with a constant ratio (arXiv 2506.13585)."""
-    ratio = jnp.clip(_ratio(logprobs, factors, old_logprobs), clip.low, clip.high)
-    return -jax.lax.stop_gradient(ratio) * factors * logprobs
-
-
-LOSSES = {"cross_entropy": cross_entropy, "importance_sampling": importance_sampling, "ppo": ppo, "cispo": cispo}
-
-
-def token_losses(loss: str, logprobs: Float[np.ndarray, " T"], row: LossRow, clip: Clip) -> Float[np.ndarray, " T"]:
-    """Returns the loss of each token of a row whose log-probabilities are known."""
-    return np.asarray(LOSSES[loss](logprobs[None], row.factors[None], row.old_logprobs[None], clip)[0])
-
-
-def padded(sequences: Sequence[LossRow], shape: tuple[int, int]) -> LossRow:
-    """Returns the sequences as the first rows of a micro-batch."""
-    batch = LossRow(*(np.zeros(shape, kind) for kind in (np.int32, np.int32, np.float32, np.float32)))
-    for row, sequence in enumerate(sequences):
-        for of_rows, values in zip(batch, sequence, strict=True):
-            of_rows[row, : len(values)] = values
-    return batch
+    cross_entropy         -A log p
+    importance_sampling   -rho A
+    ppo                   max(-rho A, -clip(rho) A)  (arXiv 1707.06347)
+    cispo                 -clip(rho) A log p, with a constant ratio  (arXiv 2506.13585)
+    """
+    if loss == "cross_entropy":
+        return -row.factors * logprobs
+    # Without an advantage the ratio is 1: old log-probabilities may be anything there.
+    ratio = jnp.exp(jnp.where(row.factors == 0, 0.0, logprobs - row.old_logprobs))
+    plain, clipped = surrogates(ratio, row.factors, clip.low, clip.high)
+    if loss == "importance_sampling":
+        return plain
+    return jnp.maximum(plain, clipped) if loss == "ppo" else jax.lax.stop_gradient(clipped) * logprobs
 
 
 class _Programs(NamedTuple):
     """Jitted functions over adapters of one size."""
 
     zeros: Any
-    init_optimizer: Any
+    begin: Any
     forward: Any
     forward_backward: Any
     step: Any
@@ -173,27 +114,25 @@ class AdapterLearner:
         self.architecture, self.base, self.mesh = architecture, base, mesh
         self.least_rows = mesh.shape["data"] * mesh.shape["fsdp"]
         platform = platform_lib.of_mesh(mesh, LearningConfig(responses_per_row=1), architecture, dtype)
-        self._head = HeadConfig(
-            temperature=1.0, tied=architecture.tied_embedding, mesh=mesh if mesh.size > 1 else None,
-            backend=platform.head_backend, tile=platform.head_tile, frozen_head=True,
-        )  # fmt: skip
-        self._hidden_states = forward_pass(platform, mesh, dtype)
+        self._head = head_config(platform, mesh, tied=architecture.tied_embedding, temperature=1.0, frozen=True)
+        self._hidden_states = functools.partial(hidden_states, **row_settings(platform, mesh, dtype))
         self._programs_of = functools.cache(self._make_programs)
 
-    def init(self, chosen: Lora, seed: int) -> AdapterState:
+    def init(self, chosen: Lora, seed: int) -> LearnerState:
         """Returns adapters that change nothing yet, before their first step."""
         return self.with_new_optimizer(lora.init(self.architecture, chosen, jax.random.key(seed), self.mesh), chosen)
 
-    def with_new_optimizer(self, params: Params, chosen: Lora) -> AdapterState:
+    def with_new_optimizer(self, params: Params, chosen: Lora) -> LearnerState:
         """Returns the state of adapters before their first step."""
-        return AdapterState(params=params, optimizer=self._programs_of(chosen).init_optimizer(params))
+        optimizer, updates = self._programs_of(chosen).begin(params)
+        return LearnerState(params=params, optimizer=optimizer, updates=updates)
 
-    def shardings(self, chosen: Lora) -> AdapterState:
+    def shardings(self, chosen: Lora) -> LearnerState:
         """Returns the sharding of each part of a state, in the shape of the state."""
         params = lora.shardings(self.architecture, chosen, self.mesh)
         shapes = {name: shape for name, (shape, _) in lora.adapter_shapes(self.architecture, chosen).items()}
         abstract = nest({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()})
-        return AdapterState(params=params, optimizer=state_shardings(_adam(NO_STEP), abstract, params, self.mesh))
+        return state_layout(_optimizer(NO_STEP), abstract, params, self.mesh)
 
     def _make_programs(self, chosen: Lora) -> _Programs:
         state = self.shardings(chosen)
@@ -201,24 +140,20 @@ class AdapterLearner:
         # Layouts are named at the exits: adapters in another layout would compile everything again.
         return _Programs(
             zeros=jax.jit(functools.partial(jax.tree.map, jnp.zeros_like), out_shardings=state.params),
-            init_optimizer=jax.jit(_adam(NO_STEP).init, out_shardings=state.optimizer),
+            begin=jax.jit(_begin, out_shardings=(state.optimizer, state.updates)),
             forward=jax.jit(functools.partial(self._logprobs, chosen), out_shardings=by_row),
             # The sums so far are donated: they have the size of the adapters.
             forward_backward=jax.jit(
                 functools.partial(self._accumulate, chosen), static_argnames="loss", donate_argnames="sums",
                 out_shardings=(state.params, (by_row, by_row)),
             ),
-            step=jax.jit(_adam_step, out_shardings=(state, whole)),
+            step=jax.jit(_step, out_shardings=(state, whole)),
         )  # fmt: skip
 
     def forward(self, params: Params, chosen: Lora, sequences: Sequence[LossRow]) -> list[Float[np.ndarray, " T"]]:
         """Returns the log-probabilities of each sequence's targets."""
-        found: dict[int, np.ndarray] = {}
         forward = self._programs_of(chosen).forward
-        for indices, rows in self._micro_batches(sequences):
-            logprobs = np.asarray(forward(params, self.base, rows))
-            found |= {index: logprobs[row, : len(sequences[index].tokens)] for row, index in enumerate(indices)}
-        return [found[index] for index in range(len(sequences))]
+        return [logprobs for (logprobs,) in self._map(lambda rows: [forward(params, self.base, rows)], sequences)]
 
     def forward_backward(
         self, params: Params, sums: Params | None, chosen: Lora, sequences: Sequence[LossRow], loss: str, clip: Clip
@@ -239,18 +174,17 @@ class AdapterLearner:
         programs = self._programs_of(chosen)
         if sums is None:
             sums = programs.zeros(params)
-        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         bounds = Clip(*(np.float32(bound) for bound in clip))
-        for indices, rows in self._micro_batches(sequences):
+
+        def add(rows: LossRow) -> Sequence[Terms]:
+            nonlocal sums
             sums, outputs = programs.forward_backward(params, sums, self.base, rows, bounds, loss=loss)
-            logprobs, losses = jax.device_get(outputs)
-            for row, index in enumerate(indices):
-                length = len(sequences[index].tokens)
-                found[index] = logprobs[row, :length], losses[row, :length]
-        both = [found[index] for index in range(len(sequences))]
+            return outputs
+
+        both = self._map(add, sequences)
         return cast(Params, sums), [logprobs for logprobs, _ in both], [losses for _, losses in both]
 
-    def step(self, state: AdapterState, sums: Params, chosen: Lora, adam: AdamParams) -> tuple[AdapterState, float]:
+    def step(self, state: LearnerState, sums: Params, chosen: Lora, adam: AdamParams) -> tuple[LearnerState, float]:
         """Makes one step of AdamW; returns the new state and the norm of the gradient.
 
         Raises:
@@ -264,25 +198,30 @@ class AdapterLearner:
             )
         return new, float(norm)
 
-    def _micro_batches(self, sequences: Sequence[LossRow]) -> Iterator[tuple[list[int], LossRow]]:
-        """Yields (indices of the sequences, their rows on the devices)."""
-        sharding = mesh_lib.sharding(self.mesh, ("rows", None))
+    def _map(
+        self, program: Callable[[LossRow], Sequence[Terms]], sequences: Sequence[LossRow]
+    ) -> list[list[Float[np.ndarray, " T"]]]:
+        """Returns what a program of micro-batches gives for the tokens of each sequence."""
+        by_row, found = mesh_lib.sharding(self.mesh, ("rows", None)), {}
         for indices, shape in micro_batches([len(each.tokens) for each in sequences], self.least_rows):
-            rows = padded([sequences[index] for index in indices], shape)
-            yield indices, LossRow(*(mesh_lib.place(cast(np.ndarray, x), sharding) for x in rows))
+            columns = zip(*(sequences[index] for index in indices), strict=True)
+            rows = LossRow(*(mesh_lib.place(padded(column, shape), by_row) for column in columns))
+            outputs = jax.device_get(program(rows))
+            for row, index in enumerate(indices):
+                found[index] = [x[row, : len(sequences[index].tokens)] for x in outputs]
+        return [found[index] for index in range(len(sequences))]
 
     def _logprobs(self, chosen: Lora, params: Params, base: Params, rows: LossRow) -> Terms:
         model = merge(self.architecture, lora.adapted(base, params, chosen))
         hidden = self._hidden_states(model, rows.tokens)
-        head = model.embedding[...] if self._head.tied else model.head[...]
-        return token_logprobs(self._head, hidden, head, cast(Array, rows.targets))[0]
+        return target_logprobs(self._head, model, hidden, cast(Array, rows.targets))[0]
 
     def _accumulate(
         self, chosen: Lora, params: Params, sums: Params, base: Params, rows: LossRow, clip: Clip, *, loss: str
     ) -> tuple[Params, tuple[Terms, Terms]]:
         def total(params):
             logprobs = self._logprobs(chosen, params, base, rows)
-            losses = LOSSES[loss](logprobs, rows.factors, rows.old_logprobs, clip)
+            losses = token_losses(loss, logprobs, rows, clip)
             return losses.sum(), (logprobs, losses)
 
         gradients, outputs = jax.grad(total, has_aux=True)(params)

@@ -30,7 +30,7 @@ from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.batch import Batch
-from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.forward import head_config, row_settings, target_logprobs
 from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
 from reinforce_ada_jax.learning.optimizer import make_optimizer
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
@@ -44,7 +44,7 @@ from reinforce_ada_jax.learning.update import (
     num_live,
     run_chain,
 )
-from reinforce_ada_jax.policy import blocked_attention, cudnn_attention, invariant, lora
+from reinforce_ada_jax.policy import invariant, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
     Params,
@@ -88,7 +88,7 @@ def response_logprobs(
     targets = jnp.take_along_axis(batch.tokens, batch.response_positions, axis=1)
     # A token is predicted one position earlier.
     predicting = constrain(jnp.take_along_axis(hidden, (batch.response_positions - 1)[..., None], axis=1))
-    return token_logprobs(head, predicting, model.embedding[...] if head.tied else model.head[...], targets)
+    return target_logprobs(head, model, predicting, targets)
 
 
 def loss_config(config: Config) -> LossConfig:
@@ -107,19 +107,6 @@ def loss_config(config: Config) -> LossConfig:
     if loss.truncated_is_cap is None and is_off_policy:
         return dataclasses.replace(loss, truncated_is_cap=2.0)
     return loss
-
-
-def choose_attention(platform: platform_lib.Platform, mesh: Mesh) -> SegmentAttend:
-    """Returns the attention that a platform names."""
-    if platform.attention == "jnp":
-        return causal_attend
-    if platform.attention == "blocks":
-        return blocked_attention.attend
-    if platform.attention == "cudnn":
-        return functools.partial(cudnn_attention.attend, mesh=mesh, max_segments=platform.max_segments)
-    from reinforce_ada_jax.policy import splash_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
-
-    return functools.partial(splash_attention.attend, mesh=mesh, interpret=platform.interpret)
 
 
 class Learner:
@@ -143,24 +130,12 @@ class Learner:
         self._logprobs = functools.partial(
             response_logprobs,
             architecture,
-            head=HeadConfig(
-                temperature=self._temperature,
-                tied=architecture.tied_embedding,
-                mesh=mesh if mesh.size > 1 else None,
-                backend=self.platform.head_backend,
-                tile=self.platform.head_tile,
-                frozen_head=self.lora is not None,
+            head=head_config(
+                self.platform, mesh,
+                tied=architecture.tied_embedding, temperature=self._temperature, frozen=self.lora is not None,
             ),
-            dtype=dtype,
-            attend=choose_attention(self.platform, mesh),
-            remat=self.platform.remat,
-            # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums
-            # them between devices in every product (8 times the traffic of gathering weights) and has every device
-            # compute the attention of all rows.
-            constrain=functools.partial(
-                jax.lax.with_sharding_constraint, shardings=mesh_lib.sharding(mesh, ("rows", None, None))
-            ),
-        )
+            **row_settings(self.platform, mesh, dtype),
+        )  # fmt: skip
         self.param_shardings = (
             param_shardings(architecture, mesh) if self.lora is None else lora.shardings(architecture, self.lora, mesh)
         )

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 # Tokens of a micro-batch, padding included; a row may be longer.
 MICRO_TOKENS = 4096
 SHORTEST_ROW = 16
@@ -41,3 +43,11 @@ def micro_batches(lengths: Sequence[int], least_rows: int = 1) -> Iterator[tuple
         rows = num_rows(len(order), tokens, least_rows)
         chosen, order = order[:rows], order[rows:]
         yield chosen, (rows, tokens)
+
+
+def padded(sequences: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
+    """Returns sequences of numbers of one type as the first rows of an array, and zeros elsewhere."""
+    rows = np.zeros(shape, sequences[0].dtype)
+    for row, sequence in zip(rows, sequences, strict=False):
+        row[: len(sequence)] = sequence
+    return rows

@@ -1,11 +1,33 @@
 """AdamW with a warm-up and a bound on the gradient's global norm."""
 
+from typing import Any, NamedTuple
+
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.policy.transformer import Params
+
+
+class AdamParams(NamedTuple):
+    """Parameters of one step of AdamW, as PyTorch defines it: floats, or scalars inside a program.
+
+    Attributes:
+      learning_rate: factor of the step.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      epsilon: added to the root of the second moment.
+      weight_decay: decoupled; times the learning rate.
+      clip_norm: bound of the gradient's global norm; 0: none.
+    """
+
+    learning_rate: Any
+    b1: Any
+    b2: Any
+    epsilon: Any
+    weight_decay: Any = 0.0
+    clip_norm: Any = 0.0
 
 
 def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule:
@@ -47,6 +69,22 @@ def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.Gr
     return optax.GradientTransformation(optimizer.init, update)
 
 
+def adamw(
+    settings: LearningConfig | AdamParams, learning_rate: Any, clip_norm: Any, first_moment_dtype: str | None = None
+) -> optax.GradientTransformation:
+    """AdamW on gradients whose global norm is bounded; of the settings it has betas, epsilon and weight decay.
+
+    Numbers may be arrays of a program: the state has the same structure for all of them.
+    """
+    return with_standard_promotion(optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(
+            learning_rate, b1=settings.b1, b2=settings.b2, eps=settings.epsilon, weight_decay=settings.weight_decay,
+            mu_dtype=first_moment_dtype,
+        ),
+    ))  # fmt: skip
+
+
 def make_optimizer(
     learning: LearningConfig, first_moment_dtype: str | None = None, decay_updates: int = 0
 ) -> optax.GradientTransformation:
@@ -54,18 +92,7 @@ def make_optimizer(
 
     `decay_updates` is that of `make_schedule`.
     """
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(learning.clip_norm),
-        optax.adamw(
-            make_schedule(learning, decay_updates),
-            b1=learning.b1,
-            b2=learning.b2,
-            eps=learning.epsilon,
-            weight_decay=learning.weight_decay,
-            mu_dtype=first_moment_dtype,
-        ),
-    )
-    return with_standard_promotion(optimizer)
+    return adamw(learning, make_schedule(learning, decay_updates), learning.clip_norm, first_moment_dtype)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh):

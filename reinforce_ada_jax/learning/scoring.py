@@ -5,7 +5,7 @@ passes are in `learner.py` (responses of a batch) and `adapter_learner.py` (targ
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import platform as platform_lib
-from reinforce_ada_jax.learning.learner import choose_attention
-from reinforce_ada_jax.learning.platform import Platform
+from reinforce_ada_jax.learning.forward import row_settings
+from reinforce_ada_jax.learning.micro_batches import padded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, head_logits, hidden_states, merge
 
@@ -42,16 +42,6 @@ class Scores(NamedTuple):
     top_logprobs: Float[np.ndarray, "T K"]
 
 
-def forward_pass(platform: Platform, mesh: Mesh, dtype: DTypeLike) -> Callable[..., Float[Array, "B T D"]]:
-    """Returns `hidden_states` with a platform's attention, for rows that are split over a mesh."""
-    return functools.partial(
-        hidden_states, attend=choose_attention(platform, mesh), dtype=jnp.dtype(dtype), remat=platform.remat,
-        constrain=functools.partial(
-            jax.lax.with_sharding_constraint, shardings=mesh_lib.sharding(mesh, ("rows", None, None))
-        ),
-    )  # fmt: skip
-
-
 class Scorer:
     """Program that scores texts under weights of one architecture.
 
@@ -67,7 +57,7 @@ class Scorer:
         self.least_rows = mesh.shape["data"] * mesh.shape["fsdp"]
         self._by_row = {rank: mesh_lib.sharding(mesh, ("rows", *[None] * (rank - 1))) for rank in (1, 2, 3)}
         platform = platform_lib.of_mesh(mesh, LearningConfig(responses_per_row=1), architecture, dtype)
-        self._hidden_states = forward_pass(platform, mesh, dtype)
+        self._hidden_states = functools.partial(hidden_states, **row_settings(platform, mesh, dtype))
         self.program = jax.jit(self._scores, out_shardings=(self._by_row[2], self._by_row[3], self._by_row[3]))
 
     def abstract_rows(self, shape: tuple[int, int]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -79,11 +69,11 @@ class Scorer:
         self, texts: Sequence[Int[np.ndarray, " _"]], temperatures: Sequence[float], shape: tuple[int, int]
     ) -> tuple[Any, Any]:
         """Returns tokens and temperatures of padded rows, on the devices."""
-        tokens, of_rows = np.zeros(shape, np.int32), np.ones(shape[0], np.float32)
+        of_rows = np.ones(shape[0], np.float32)
         of_rows[: len(temperatures)] = temperatures
-        for row, text in zip(tokens, texts, strict=False):
-            row[: len(text)] = text
-        return mesh_lib.place(tokens, self._by_row[2]), mesh_lib.place(of_rows, self._by_row[1])
+        return mesh_lib.place(padded(texts, shape).astype(np.int32), self._by_row[2]), mesh_lib.place(
+            of_rows, self._by_row[1]
+        )
 
     def read(self, outputs: Any, lengths: Sequence[int]) -> list[Scores]:
         """Returns the scores of the texts in the first rows of the program's outputs."""

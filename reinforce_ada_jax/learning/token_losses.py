@@ -6,7 +6,7 @@ A loss of the user's is a function in a file, with the signature of those in `LO
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,13 @@ class TokenLoss(NamedTuple):
 TokenLossFn = Callable[[LossConfig, Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]], TokenLoss]
 
 
+def surrogates(
+    ratio: Float[Array | np.ndarray, "*B T"], advantages: Float[Array | np.ndarray, "*B T"], low: Any, high: Any
+) -> tuple[Float[Array, "*B T"], Float[Array, "*B T"]]:
+    """Computes -rho A, and the same with rho clipped to [low, high]; PPO takes the larger of them."""
+    return -ratio * advantages, -jnp.clip(ratio, low, high) * advantages
+
+
 def ppo(config: LossConfig, ratio: Tokens, logprobs: Tokens, advantages: Tokens) -> TokenLoss:
     """Computes max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A), and where A < 0 at most dual_clip |A|.
 
@@ -86,8 +93,7 @@ def ppo(config: LossConfig, ratio: Tokens, logprobs: Tokens, advantages: Tokens)
     of arXiv 2510.04996 puts them together; tests/golden/reference/policy_loss.jsonl.
     """
     del logprobs
-    plain = -ratio * advantages
-    clipped = -jnp.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantages
+    plain, clipped = surrogates(ratio, advantages, 1 - config.clip_low, 1 + config.clip_high)
     pessimistic = jnp.maximum(plain, clipped)
     bound = -config.dual_clip * advantages
     loss = jnp.where(advantages < 0, jnp.minimum(pessimistic, bound), pessimistic)

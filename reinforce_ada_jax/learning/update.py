@@ -43,6 +43,24 @@ class LearnerState:
     updates: Count
 
 
+def state_layout(
+    optimizer: optax.GradientTransformation, params: Params, param_shardings: Params, mesh: Mesh
+) -> LearnerState:
+    """Returns the sharding of each part of a state, in the shape of the state."""
+    return LearnerState(
+        params=param_shardings,
+        optimizer=state_shardings(optimizer, params, param_shardings, mesh),
+        updates=cast(Array, NamedSharding(mesh, PartitionSpec())),
+    )
+
+
+def take_step(optimizer: optax.GradientTransformation, state: LearnerState, gradients: Params) -> LearnerState:
+    """Returns the state after one step of the optimiser."""
+    changes, moments = optimizer.update(gradients, state.optimizer, state.params)
+    params = cast(Params, optax.apply_updates(state.params, changes))
+    return LearnerState(params=params, optimizer=moments, updates=state.updates + 1)
+
+
 class UpdateMetrics(NamedTuple):
     """Metrics of one update: means over tokens of the whole minibatch, except where it says otherwise.
 
@@ -186,11 +204,7 @@ class Update:
 
     def shardings(self, params: Params) -> LearnerState:
         """Returns the sharding of each part of the state, in the shape of the state."""
-        return LearnerState(
-            params=self._param_shardings,
-            optimizer=state_shardings(self._optimizer, params, self._param_shardings, self._mesh),
-            updates=cast(Array, self._replicated),
-        )
+        return state_layout(self._optimizer, params, self._param_shardings, self._mesh)
 
     def is_chain(self, batch: Batch) -> bool:
         """Returns True where the update on a minibatch is made by several programs."""
@@ -298,9 +312,7 @@ class Update:
             allowed = finite = finite & (gap.num_not_finite == 0)
             if (limits := self._gap_limits) is not None:
                 allowed = finite & limits.hold(gap.total / jnp.maximum(gap.num_tokens, 1), gap.largest)
-        changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
-        params = cast(Params, optax.apply_updates(state.params, changes))
-        new = LearnerState(params=params, optimizer=optimizer, updates=state.updates + 1)
+        new = take_step(self._optimizer, state, gradients)
         new = jax.tree.map(lambda after, before: jnp.where(allowed, after, before), new, state)
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
         metrics = UpdateMetrics(**sums.means, computed_share=computed, grad_norm=grad_norm, finite=finite, gap=gap)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.learning import adapter_learner
-from reinforce_ada_jax.learning.adapter_learner import AdamParams, AdapterLearner, AdapterState, Clip, LossRow
+from reinforce_ada_jax.learning import adapter_learner, micro_batches
+from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, Clip, LossRow
+from reinforce_ada_jax.learning.optimizer import AdamParams
 from reinforce_ada_jax.policy import lora, transformer
 from tests.policy.adapting import ALL, random_adapters
 from tests.sampling import tiny
@@ -123,15 +124,14 @@ def test_adam_by_hand(learner, adapters):
 
 
 def test_a_gradient_that_is_not_finite_is_refused(learner, adapters):
-    state: AdapterState = learner.with_new_optimizer(adapters, ALL)
+    state = learner.with_new_optimizer(adapters, ALL)
     bad = jax.tree.map(lambda x: np.full(x.shape, np.nan, np.float32), adapters)
     with pytest.raises(ValueError, match="norm of the gradient is nan: the weights stay as they were"):
         learner.step(state, bad, ALL, AdamParams(0.1, 0.9, 0.95, 1e-3))
 
 
-def test_rows_are_padded_with_zeros():
-    def row(length):
-        return LossRow(*np.ones((2, length), np.int32), *np.ones((2, length), np.float32))
-
-    rows = adapter_learner.padded([row(40), row(3)], (4, 64))
-    assert [(x.shape, x.dtype, x.sum()) for x in rows] == [((4, 64), kind, 43) for kind in ("i4", "i4", "f4", "f4")]
+@pytest.mark.parametrize("dtype", ["i4", "f4"])
+def test_rows_are_padded_with_zeros(dtype):
+    rows = micro_batches.padded([np.ones(40, dtype), np.ones(3, dtype)], (4, 64))
+    assert rows.shape == (4, 64) and rows.dtype == dtype
+    assert rows.sum(1).tolist() == [40, 3, 0, 0] and rows[0, :40].all() and rows[1, :3].all()

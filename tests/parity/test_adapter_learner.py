@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from reinforce_ada_jax.config import LoraConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.learning.adapter_learner import AdamParams, AdapterLearner, Clip, LossRow
+from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, Clip, LossRow
+from reinforce_ada_jax.learning.optimizer import AdamParams
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from tests.golden.transformers import make_golden
 from tests.parity.published import from_pretrained

@@ -10,7 +10,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax.files import durable
-from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, AdapterState
+from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import adapter_files, lora
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params, nest
@@ -19,7 +20,7 @@ OPTIMIZER = "optimizer.safetensors"
 
 
 def save(
-    folder: pathlib.Path, learner: AdapterLearner, chosen: Lora, state: AdapterState, base: pathlib.Path,
+    folder: pathlib.Path, learner: AdapterLearner, chosen: Lora, state: LearnerState, base: pathlib.Path,
     *, optimizer: bool,
 ) -> None:  # fmt: skip
     """Writes adapters to `folder`, in place of what is there, and the optimiser's state if wanted.
@@ -32,7 +33,7 @@ def save(
     try:
         adapter_files.save(partial, learner.architecture, state.params, chosen, base=base)
         if optimizer:
-            leaves = jax.device_get(jax.tree.leaves(state.optimizer))
+            leaves = jax.device_get(jax.tree.leaves((state.optimizer, state.updates)))
             arrays = {str(number): np.asarray(leaf) for number, leaf in enumerate(leaves)}
             save_file(arrays, partial / OPTIMIZER)
         for file in partial.iterdir():
@@ -69,7 +70,7 @@ def load_params(folder: pathlib.Path, learner: AdapterLearner) -> tuple[Lora, Pa
     return chosen, cast(Params, jax.device_put(nest(matrices), layout))
 
 
-def load(folder: pathlib.Path, learner: AdapterLearner, *, optimizer: bool) -> tuple[Lora, AdapterState]:
+def load(folder: pathlib.Path, learner: AdapterLearner, *, optimizer: bool) -> tuple[Lora, LearnerState]:
     """Returns what the adapters of a folder are, and their state; with a new optimiser unless the stored is wanted.
 
     Raises:
@@ -84,6 +85,7 @@ def load(folder: pathlib.Path, learner: AdapterLearner, *, optimizer: bool) -> t
             "this checkpoint has weights only: load it without the optimizer, or a path that save_state returned."
         )
     arrays = load_file(folder / OPTIMIZER)
-    leaves, structure = jax.tree.flatten(state.optimizer)
+    leaves, structure = jax.tree.flatten((state.optimizer, state.updates))
     stored = [jax.device_put(arrays[str(number)], leaf.sharding) for number, leaf in enumerate(leaves)]
-    return chosen, AdapterState(params=params, optimizer=jax.tree.unflatten(structure, stored))
+    moments, updates = jax.tree.unflatten(structure, stored)
+    return chosen, LearnerState(params=params, optimizer=moments, updates=updates)

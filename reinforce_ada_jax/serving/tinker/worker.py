@@ -14,7 +14,11 @@ import time
 import traceback
 from collections.abc import Callable
 
-from reinforce_ada_jax.learning.adapter_learner import AdamParams, AdapterState, token_losses
+import numpy as np
+
+from reinforce_ada_jax.learning.adapter_learner import token_losses
+from reinforce_ada_jax.learning.optimizer import AdamParams
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params
@@ -50,7 +54,7 @@ class Model:
     id: str
     base: Base
     lora: Lora
-    state: AdapterState
+    state: LearnerState
     sums: Params | None = None
 
 
@@ -293,7 +297,8 @@ class Worker:
         asked = protocol.parse_loss_request(request.body, base.architecture.vocab_size, base.max_tokens)
         if asked.forward_only:
             logprobs = learner.forward(model.state.params, model.lora, asked.rows)
-            losses = [token_losses(asked.loss, *each, asked.clip) for each in zip(logprobs, asked.rows, strict=True)]
+            pairs = zip(logprobs, asked.rows, strict=True)
+            losses = [np.asarray(token_losses(asked.loss, *each, asked.clip)) for each in pairs]
         else:
             model.sums, logprobs, losses = learner.forward_backward(
                 model.state.params, model.sums, model.lora, asked.rows, asked.loss, asked.clip

@@ -1,0 +1,57 @@
+"""The forward pass that learners and scores share: rows over a mesh, and the log-probabilities of target tokens."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.platform import Platform
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
+from reinforce_ada_jax.policy import blocked_attention, cudnn_attention
+from reinforce_ada_jax.policy.transformer import Decoder, SegmentAttend, causal_attend
+
+
+def choose_attention(platform: Platform, mesh: Mesh) -> SegmentAttend:
+    """Returns the attention that a platform names."""
+    if platform.attention == "jnp":
+        return causal_attend
+    if platform.attention == "blocks":
+        return blocked_attention.attend
+    if platform.attention == "cudnn":
+        return functools.partial(cudnn_attention.attend, mesh=mesh, max_segments=platform.max_segments)
+    from reinforce_ada_jax.policy import splash_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
+
+    return functools.partial(splash_attention.attend, mesh=mesh, interpret=platform.interpret)
+
+
+def row_settings(platform: Platform, mesh: Mesh, dtype: DTypeLike) -> dict[str, Any]:
+    """Returns the keyword arguments of `hidden_states` for rows that are split over a mesh."""
+    # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums them
+    # between devices in every product (8 times the traffic of gathering weights) and has every device compute the
+    # attention of all rows.
+    by_row = mesh_lib.sharding(mesh, ("rows", None, None))
+    return dict(
+        attend=choose_attention(platform, mesh), dtype=jnp.dtype(dtype), remat=platform.remat,
+        constrain=functools.partial(jax.lax.with_sharding_constraint, shardings=by_row),
+    )  # fmt: skip
+
+
+def head_config(platform: Platform, mesh: Mesh, *, tied: bool, temperature: float, frozen: bool) -> HeadConfig:
+    """Returns the computation at the output head that a platform names; `frozen`: the head has no gradient."""
+    return HeadConfig(
+        temperature=temperature, tied=tied, mesh=mesh if mesh.size > 1 else None,
+        backend=platform.head_backend, tile=platform.head_tile, frozen_head=frozen,
+    )  # fmt: skip
+
+
+def target_logprobs(
+    head: HeadConfig, model: Decoder, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Computes the log-probabilities of targets, and the entropies where hidden states predict them."""
+    return token_logprobs(head, hidden, model.embedding[...] if head.tied else model.head[...], targets)
