@@ -93,8 +93,14 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         iteration=iteration,
         partial=partial,
     )
+    if turns is not None:
+        turns.attach(queue, lambda: _report(queue, on_progress))
+    offered = turns or queue
     try:
-        _draw(queue, sample_fn, turns, on_progress)
+        for responses in sample_fn(offered):
+            offered.receive(responses)
+            _report(queue, on_progress)
+        queue.finish()
     except Exception:
         if broken_off is not None:
             # Verdicts of trajectories come with them, and only those of finished rounds are kept.
@@ -102,19 +108,6 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         raise
     prefetch.partial.update(_partial([rollouts for rollouts in queue.prompts if rollouts.prefetch]))
     return [rollouts.pool(strategy) for rollouts in queue.prompts if not rollouts.prefetch]
-
-
-def _draw(
-    queue: CollectionQueue, sample_fn: SampleFn, turns: Trajectories | None, on_progress: OnProgress | None
-) -> None:
-    """Lets the sampler answer all requests of the queue; arguments as for `collect`."""
-    if turns is not None:
-        turns.attach(queue, lambda: _report(queue, on_progress))
-    offered = turns or queue
-    for responses in sample_fn(offered):
-        offered.receive(responses)
-        _report(queue, on_progress)
-    queue.finish()
 
 
 def _report(queue: CollectionQueue, on_progress: OnProgress | None) -> None:

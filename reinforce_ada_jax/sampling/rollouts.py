@@ -10,7 +10,6 @@ Over several processes a window is one program of all devices. Each process has 
 windows as the others: `_Session.run_in_step`.
 """
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -157,16 +156,8 @@ class Rollouts:
         terms = _Terms(self.decode_weights(params), stream, prefetch_stream, policy_version, sampling_of)
 
         def sample_fn(queue: RequestQueue) -> Iterator[list[Response]]:
-            self.counts = RolloutCounts()
-            # A session that is broken off while slots decode leaves no state behind.
-            session = _Session(self.engine, self.counts, self._take_state(), queue, terms)
-            turns = session.run_in_step() if self.engine.spans_processes else session.run()
-            with contextlib.closing(turns):
-                for number, responses in enumerate(turns):
-                    if not number:
-                        jax.monitoring.record_event(FIRST_WINDOW_EVENT)
-                    yield responses
-            self.state = session.state
+            session = _Session(self, queue, terms)
+            return session.run_in_step() if self.engine.spans_processes else session.run()
 
         return sample_fn
 
@@ -192,10 +183,6 @@ class Rollouts:
             )
         return sampling
 
-    def _take_state(self) -> Any:
-        state, self.state = self.state, None
-        return self.engine.init_decode_state() if state is None else state
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Terms:
@@ -215,16 +202,21 @@ class _Terms:
 class _Session:
     """One call of `sample_fn`: windows for all replicas, one submitted ahead of what is read."""
 
-    def __init__(self, engine: DecodeEngine, counts: RolloutCounts, state: Any, queue: RequestQueue, terms: _Terms):
-        self.engine, self.counts, self.state, self.queue, self.terms = engine, counts, state, queue, terms
-        self.schedulers = [Scheduler(engine.options) for _ in range(engine.replicas)]
+    def __init__(self, rollouts: Rollouts, queue: RequestQueue, terms: _Terms):
+        self.rollouts, self.queue, self.terms = rollouts, queue, terms
+        self.engine = rollouts.engine
+        self.counts = RolloutCounts()
+        self.state: Any = None
+        self.schedulers = [Scheduler(self.engine.options) for _ in range(self.engine.replicas)]
         self.prefetched: set[str] = set()  # prompts of the next iteration
-        self.decode_steps = np.zeros(engine.replicas, np.int64)  # of all windows; in step with others, of the last one
+        # Of all windows; in step with others, of the last one.
+        self.decode_steps = np.zeros(self.engine.replicas, np.int64)
         self.outcome = _WORKING  # of the votes on the last window that was read
         self.read_at = time.monotonic()
 
     def run(self) -> Generator[list[Response]]:
         """Submits a window, reads the one before it, yields its responses; until no request is left."""
+        self._take_state()
         previous: WindowOutputs | None = None
         while True:
             self._take_requests()
@@ -245,6 +237,7 @@ class _Session:
         Raises:
           Interrupted: another process was broken off.
         """
+        self._take_state()
         vote, previous, submitted = _WORKING, None, None
         try:
             while True:
@@ -271,7 +264,20 @@ class _Session:
         finally:
             # The next program of all processes begins when the last window has ended in all of them.
             jax.block_until_ready(submitted)
-        self._check_idle()
+        self._return_state()
+
+    def _take_state(self) -> None:
+        """Takes the decode state; a session that is broken off while slots decode leaves none behind."""
+        rollouts = self.rollouts
+        rollouts.counts = self.counts
+        self.state = self.engine.init_decode_state() if rollouts.state is None else rollouts.state
+        rollouts.state = None
+
+    def _return_state(self) -> None:
+        if self.engine.options.check_invariants:
+            for state in self.engine.fetch(self.state):
+                invariants.check_idle(self.engine.options, state)
+        self.rollouts.state = self.state
 
     def _awaits_verdicts(self) -> bool:
         """Returns True, a moment later, while verdicts may bring requests."""
@@ -345,6 +351,8 @@ class _Session:
         """Waits for a window; returns the responses that ended in it, by replica and output row."""
         of_replicas = self.engine.fetch_outputs(window)
         self.read_at = time.monotonic()
+        if not self.counts.windows:
+            jax.monitoring.record_event(FIRST_WINDOW_EVENT)
         self.counts.windows += 1
         for counts in (outputs.counts for outputs in of_replicas):
             accepted = int(counts.accepted or 0)
@@ -393,7 +401,7 @@ class _Session:
         self._close_all()
         if any(scheduler.rows.closing.any() for scheduler in self.schedulers):
             self._submit_window(None)  # it takes no step, and releases the last pages
-        self._check_idle()
+        self._return_state()
 
     def _close_all(self) -> None:
         """Closes all prompts, with the next window.
@@ -410,8 +418,3 @@ class _Session:
             )
         for scheduler in self.schedulers:
             scheduler.close_all()
-
-    def _check_idle(self) -> None:
-        if self.engine.options.check_invariants:
-            for state in self.engine.fetch(self.state):
-                invariants.check_idle(self.engine.options, state)

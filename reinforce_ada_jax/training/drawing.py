@@ -24,10 +24,9 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.rollouts import Reshard
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import sharded_collection
 from reinforce_ada_jax.training.environments import shaped_verdicts, turn_sampling
 from reinforce_ada_jax.training.run import Run, TrainingStopped
-from reinforce_ada_jax.training.sharded_collection import Job
+from reinforce_ada_jax.training.sharded_collection import Counts, DrawFn, Job, collect_everywhere
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, ScoreNoise, Verdict
 
@@ -111,18 +110,30 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     """Draws and grades responses until every prompt's rule is met.
 
     Raises:
-      Interrupted: `stop` raised it.
+      Interrupted: `stop` raised it, here or in another process; `run.kept` has what was drawn, where it keeps it.
       TrainingStopped: the engine's log-probabilities are not finite.
     """
     begin, verify_s = time.monotonic(), run.verifiers.busy_s
     run.components.graders(run.verifiers).failure = ""
-    if source.kept is not None and source.kept.pools:
-        collected = source.kept
-        source.choice.upcoming.partial.update(collected.partial)
+    kept, upcoming = source.kept or CollectedShard([]), source.choice.upcoming
+    if kept.pools:
+        collected = kept
+        upcoming.partial.update(kept.partial)
         if isinstance(run.estimator, ValueHead):  # `observe` needs the features of the prompts
             run.estimator.estimate(source.weights, source.choice.prompts)
     else:
-        collected = _collected(run, source, stop)
+        job = Job(
+            source.choice.prompts,
+            run.strategy,
+            source.choice.replacements,
+            _estimate_fn(run, source),
+            {**source.partial_rollouts, **kept.partial},
+            upcoming,
+            None if run.kept is None else run.kept.begin(source.iteration),
+        )
+        draw_job = _draw_fn(run, source, stop)
+        pools, counts = draw_job(job) if processes.count() == 1 else collect_everywhere(job, draw_job)
+        collected = CollectedShard(pools, upcoming.partial, dict(counts + collections.Counter(kept.counts)))
     for pool in collected.pools:
         check_drawn(pool.responses, run.config, source.iteration)
     seconds = {
@@ -132,12 +143,8 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     return Drawn(source, collected, seconds)
 
 
-def _collected(run: Run, source: Source, stop: Stop) -> CollectedShard:
-    """Returns pools, counts and prefetched rollouts of an iteration, in all processes.
-
-    Raises:
-      Interrupted: `stop` raised it, here or in another process; `run.kept` has what was drawn, where it keeps it.
-    """
+def _draw_fn(run: Run, source: Source, stop: Stop) -> DrawFn:
+    """Returns the function that draws and grades a job, on the devices of this process."""
     assert run.rollouts is not None
     config, rollouts, begin = run.config, run.rollouts, time.monotonic()
     turns = run.components.trajectories(config, stream(source.iteration), config.sampling.max_response_tokens)
@@ -156,7 +163,7 @@ def _collected(run: Run, source: Source, stop: Stop) -> CollectedShard:
             check_drawn((response for _, response in pairs), config, source.iteration)
         return verify_fn(pairs)
 
-    def draw_job(job: Job) -> tuple[list[Pool], sharded_collection.Counts]:
+    def draw_job(job: Job) -> tuple[list[Pool], Counts]:
         def on_progress(closed: int, drawn: int) -> None:
             rate = rollouts.counts.tokens / (time.monotonic() - begin)
             stop.check(f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
@@ -187,18 +194,7 @@ def _collected(run: Run, source: Source, stop: Stop) -> CollectedShard:
             raise
         return pools, collections.Counter(dataclasses.asdict(rollouts.counts))
 
-    kept = source.kept or CollectedShard([])
-    job = Job(
-        source.choice.prompts,
-        run.strategy,
-        source.choice.replacements,
-        _estimate_fn(run, source),
-        {**source.partial_rollouts, **kept.partial},
-        source.choice.upcoming,
-        None if run.kept is None else run.kept.begin(source.iteration),
-    )
-    pools, counts = sharded_collection.collect_everywhere(job, draw_job)
-    return CollectedShard(pools, source.choice.upcoming.partial, dict(counts + collections.Counter(kept.counts)))
+    return draw_job
 
 
 def draw_metrics(run: Run, drawn: Drawn, groups: Sequence[Group]) -> dict[str, float]:

@@ -66,7 +66,7 @@ def split(weights: Sequence[float], num_shards: int) -> list[list[int]]:
 
 
 def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
-    """Returns the pools of all prompts, as `collect` does, in every process; so is `job.prefetch.partial`.
+    """Returns the pools of all prompts, as `collect` does, in each of several processes; so is `job.prefetch.partial`.
 
     Shards are balanced by planned draws if the strategy plans; otherwise they have equal numbers of prompts.
 
@@ -77,8 +77,6 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
     Raises:
       Interrupted: in every process, if it was raised in any.
     """
-    if processes.count() == 1:
-        return draw(job)
     job, planned = _planned(job)
     pools, counts = _collect_shards(job, draw, planned)
     replacements = collections.deque(job.replacements)
@@ -106,7 +104,8 @@ def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: C
     def draw(job: Job) -> tuple[list[Pool], Counts]:
         return collect_fn(job.prompts, config=job.strategy), Counts()
 
-    return collect_everywhere(Job(prompts, strategy), draw)[0]
+    job = Job(prompts, strategy)
+    return (draw(job) if processes.count() == 1 else collect_everywhere(job, draw))[0]
 
 
 def _planned(job: Job) -> tuple[Job, dict[str, int]]:

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import pathlib
 import signal
 import time
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from reinforce_ada_jax.isolation.workers import CannotStart
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup
 from reinforce_ada_jax.training.kept_responses import KeptResponses
@@ -365,3 +368,22 @@ def test_training_with_a_function_of_the_notebook(tmp_path, monkeypatch):
         train.train(
             config_lib.replaced(config, {"reward.path": "mine.py:grade", "reward.workers": 1}), tmp_path, reward=other
         )
+
+
+def test_a_decode_window_is_at_most_eight_functions_from_the_loop(tmp_path, monkeypatch):
+    """A reader follows a prompt from the loop to the engine through few functions, both ends counted."""
+
+    class Reached(Exception):
+        pass
+
+    def decode_window(*_):
+        raise Reached
+
+    compiles_nothing_early(monkeypatch)
+    monkeypatch.setattr(Engine, "decode_window", decode_window)
+    with pytest.raises(Reached) as reached:
+        train_here(tiny(), tmp_path / "run")
+    package = str(pathlib.Path(loop.__file__).parents[1])
+    names = [frame.name for frame in traceback.extract_tb(reached.tb) if frame.filename.startswith(package)]
+    walk = [*names[names.index("run_to_end") :], "decode_window"]
+    assert walk[1] == "train_iteration" and len(walk) <= 8, walk

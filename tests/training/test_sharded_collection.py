@@ -109,6 +109,12 @@ def section(strategy: str) -> SimpleNamespace:
     return SimpleNamespace(strategy=strategy, group_size=4, samples_per_round=4, max_rounds=3)
 
 
+def drawn_by_all(job, draw):
+    """(pools, counts) of a job, as training and evaluation draw it."""
+    several = sharded_collection.processes.count() > 1
+    return sharded_collection.collect_everywhere(job, draw) if several else draw(job)
+
+
 def collected(
     strategy: str, log=None, prefetch=0, partial=None, broken_off=None, yields=10**6
 ) -> tuple[list[Pool], dict[str, PartialRollouts]]:
@@ -144,7 +150,7 @@ def collected(
         prefetch=upcoming,
         broken_off=broken_off,
     )
-    pools, counts = sharded_collection.collect_everywhere(job, draw)
+    pools, counts = drawn_by_all(job, draw)
     assert counts["tokens"] == sum(len(response.tokens) for pool in pools for response in pool.responses)
     return pools, upcoming.partial
 
@@ -294,7 +300,7 @@ def test_single_draws_with_speculation_are_the_same_in_several_processes(monkeyp
         def draw(job):
             return collect(job.prompts, sample_fn, verify, job.strategy, speculative=True), collections.Counter()
 
-        return sharded_collection.collect_everywhere(sharded_collection.Job(prompts, strategy), draw)[0]
+        return drawn_by_all(sharded_collection.Job(prompts, strategy), draw)[0]
 
     def without_discarded(pools):
         return described([dataclasses.replace(pool, discarded=()) for pool in pools])
