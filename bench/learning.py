@@ -22,7 +22,7 @@ from scipy.special import stdtrit
 
 from bench import command_line
 from reinforce_ada_jax.analysis.tables import markdown
-from reinforce_ada_jax.reporting import drawing
+from reinforce_ada_jax.reporting import plotting
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
 from reinforce_ada_jax.reporting.panels import Curve, Panel
 
@@ -225,7 +225,7 @@ def table(task: Task, result: dict[str, Any]) -> str:
 
 def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) -> None:
     """Draws held-out accuracy against updates, tokens and seconds of training: the mean, and the range over seeds."""
-    if len(histories) > drawing.MOST_NAMED:
+    if len(histories) > plotting.MOST_NAMED:
         histories = {name: histories[name] for name in DRAWN if name in histories}
     panels: dict[str, list[Curve]] = {"updates": [], "tokens": [], "seconds": []}
     for style, (name, runs) in enumerate(histories.items()):
@@ -242,7 +242,7 @@ def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) 
             band = np.min(averages, axis=0), np.max(averages, axis=0)
             panels[label].append(Curve(name, style, x, np.mean(averages, axis=0), band=band))
     drawn = [Panel(BENCHMARK, label, f"avg@{task.samples}", curves) for label, curves in panels.items()]
-    drawing.draw(drawn, file, columns=3)
+    plotting.draw(drawn, file, columns=3)
 
 
 def run(options: flags.FlagValues) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def main(workdirs: Sequence[buckets.Named], output: buckets.Named) -> None:
 
 
 def _plot(workdirs: Sequence[pathlib.Path], output: pathlib.Path, named: buckets.Named) -> None:
-    from reinforce_ada_jax.reporting import comparison, curves, drawing, history, page, samples
+    from reinforce_ada_jax.reporting import comparison, curves, history, page, plotting, samples
 
     with cli.user_input():
         loaded = history.with_unique_names([history.load(workdir) for workdir in workdirs])
@@ -52,7 +52,7 @@ def _plot(workdirs: Sequence[pathlib.Path], output: pathlib.Path, named: buckets
     figures = curves.figures(histories)
     drawn = [figure for figure in figures if figure.panels]
     for figure in drawn:
-        drawing.draw(figure.panels, output / figure.name, figure.columns)
+        plotting.draw(figure.panels, output / figure.name, figure.columns)
     print(f"figures (PNG and SVG): {named}/{{{','.join(figure.name for figure in drawn)}}}")
     written = page.write(output, page.render(page.data(histories, comparisons, figures, responses)))
     print(f"open in a browser: {named if buckets.is_bucket(named) else written.parent}/{written.name}")

@@ -1,4 +1,4 @@
-"""Tables at the terminal, and figures with their numbers in a folder; `reporting.drawing` draws them."""
+"""Tables at the terminal, and figures with their numbers in a folder; `reporting.plotting` draws them."""
 
 import dataclasses
 import json
@@ -59,10 +59,10 @@ def write(output: str | None, name: str, panels: Sequence[Panel], result: Mappin
     """Draws name.png, name.svg and name-dark.svg into the folder `output`, and writes name.json; None: no files."""
     if output is None:
         return
-    from reinforce_ada_jax.reporting import drawing  # noqa: PLC0415  (half a second, for a table as well)
+    from reinforce_ada_jax.reporting import plotting  # noqa: PLC0415  (half a second, for a table as well)
 
     folder = pathlib.Path(output)
-    drawing.draw(panels, folder / name, columns=3 if len(panels) <= 3 else -(-len(panels) // 2))
+    plotting.draw(panels, folder / name, columns=3 if len(panels) <= 3 else -(-len(panels) // 2))
     (folder / f"{name}.json").write_text(json.dumps(_plain(result), indent=2) + "\n")
     print(f"\nfigure and numbers: {folder}/{name}.png, .svg, -dark.svg, .json")
 

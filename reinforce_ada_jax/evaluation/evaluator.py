@@ -12,7 +12,7 @@ from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.evaluation import drawing
+from reinforce_ada_jax.evaluation import fixed_draws
 from reinforce_ada_jax.evaluation.response_store import hash_of_problems
 from reinforce_ada_jax.evaluation.scores import Statistics, by_difficulty, difficulty_statistics, statistics
 from reinforce_ada_jax.files.durable import write_atomically
@@ -134,7 +134,7 @@ class Evaluator:
             def on_progress(closed: int, drawn: int, name: str = name, count: int = len(prompts)) -> None:
                 run.stop.check(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
 
-            draw = drawing.from_policy(weights, run.rollouts, config.evaluation, words[name], config, components)
+            draw = fixed_draws.from_policy(weights, run.rollouts, config.evaluation, words[name], config, components)
             drawn = draw(prompts, verify_fn=verify[name], samples=config.evaluation.samples, on_progress=on_progress)
             verdicts += [response.verdict for responses in drawn.values() for response in responses]
             difficulties = by_difficulty(known_pass_rates(prompts), drawn)

@@ -23,7 +23,7 @@ from reinforce_ada_jax.data.prompts import short_prompts
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
-from reinforce_ada_jax.evaluation import drawing
+from reinforce_ada_jax.evaluation import fixed_draws
 from reinforce_ada_jax.evaluation.response_store import (
     GradedResponse,
     GradedResponses,
@@ -323,7 +323,7 @@ def _drawn(
         header = {"drawn": drawn, "graded": graded_by(config, "", prompts)}
         store = ResponseStore(of_process(files.draws / "responses.jsonl"), header)
         missing = wanted_by_writer(prompts, store.missing(prompts, samples))
-        compilation, ready = drawing.compile_early(components.engine, missing)
+        compilation, ready = fixed_draws.compile_early(components.engine, missing)
         params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
     if processes.is_writer():
         print(describe(len(prompts), len(missing)), flush=True)
@@ -332,11 +332,11 @@ def _drawn(
         with compilation, writing([store], len(prompts), done, "prompts") as progress:
             ready(progress.phase)
             rollouts = Rollouts(components.engine)
-            draw = drawing.from_policy(params, rollouts, config.sampling, stream(0), config, components)
+            draw = fixed_draws.from_policy(params, rollouts, config.sampling, stream(0), config, components)
             verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
             kept = f"Graded responses are stored in {buckets.origin(files.draws)}"
             draw = functools.partial(draw, verify_fn=verify, samples=samples)
-            drawing.fill(store, missing, draw, progress, kept)
+            fixed_draws.fill(store, missing, draw, progress, kept)
             store.finish(prompts)
     return store
 
@@ -394,7 +394,7 @@ def prepare(
         store = _drawn(config, components, passed, files, verifiers, samples, describe)
     drawn = store.complete(passed, samples) if processes.is_writer() else {}
     remedy = f"Fix it, remove {buckets.origin(store.file)} and its header, and run the same command again."
-    drawing.check_graded(config, verifiers, "the problems", [drawn], remedy)
+    fixed_draws.check_graded(config, verifiers, "the problems", [drawn], remedy)
     if processes.is_writer():
         _write(config, files, problems, num_correct(drawn), counts, band, store)
     processes.any_of(False)  # until process 0 has written everything

@@ -15,7 +15,7 @@ from reinforce_ada_jax.data.prompts import to_prompt
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
-from reinforce_ada_jax.evaluation import drawing, evaluator
+from reinforce_ada_jax.evaluation import evaluator, fixed_draws
 from reinforce_ada_jax.evaluation.evaluator import Benchmarks
 from reinforce_ada_jax.evaluation.response_store import (
     GradedResponses,
@@ -164,7 +164,7 @@ def evaluate(
             huggingface.check_weights(components.folder, components.architecture)
         keep_programs("" if dry_run else config.logging.compilation_cache)
         wanted = [prompt for prompts in missing.values() for prompt in prompts if not dry_run]
-        compilation, ready = drawing.compile_early(components.engine, wanted)
+        compilation, ready = fixed_draws.compile_early(components.engine, wanted)
         params = source.load(config, components, iteration) if wanted else None
     policy = (
         str(components.folder) if source.workdir is None else f"{buckets.origin(source.workdir)}, iteration {iteration}"
@@ -185,13 +185,13 @@ def evaluate(
             weights = rollouts.decode_weights(params)
             verify = evaluator.verify_fns(components, verifiers, config)
             for name, prompts in missing.items():
-                draw = drawing.from_policy(weights, rollouts, settings, words[name], config, components)
+                draw = fixed_draws.from_policy(weights, rollouts, settings, words[name], config, components)
                 draw_this = functools.partial(draw, verify_fn=verify[name], samples=settings.samples)
-                drawing.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
+                fixed_draws.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
                 stores[name].finish(benchmarks[name])
     result = _result(output, benchmarks, stores, rates) if processes.is_writer() else None
     responses = {} if result is None else result.responses
-    drawing.check_graded(config, components.graders(verifier_pool), "the evaluation", responses.values(), _REMEDY)
+    fixed_draws.check_graded(config, components.graders(verifier_pool), "the evaluation", responses.values(), _REMEDY)
     return result
 
 
@@ -246,5 +246,5 @@ def regrade(
             "same command without --regrade draws them.",
             cli.STOPPED,
         )
-    drawing.check_graded(config, verifier_pool, "the evaluation", result.responses.values(), _REMEDY)
+    fixed_draws.check_graded(config, verifier_pool, "the evaluation", result.responses.values(), _REMEDY)
     return result

@@ -37,7 +37,7 @@ from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.learning.token_losses import LossConfig
 from reinforce_ada_jax.learning.update import (
     LearnerState,
-    Update,
+    UpdatePrograms,
     Version,
     loop_bounds,
     micro_batch,
@@ -143,7 +143,7 @@ class Learner:
         self._gathered_layers = functools.partial(layer_gather.gathered, architecture, mesh, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         gathered_shardings = layer_gather.shardings(architecture, mesh) if self.gathers_once else None
-        self.update = Update(
+        self.update = UpdatePrograms(
             self._loss,
             self._optimizer,
             mesh,
@@ -206,7 +206,7 @@ class Learner:
         Args:
           params: weights, or adapters over them.
           batch: of `put`.
-          between: called after each program where there are several; see `Update`.
+          between: called after each program where there are several; see `UpdatePrograms`.
         """
         if self.scoring_programs(batch) == 1:
             return self._score_all(params, batch)

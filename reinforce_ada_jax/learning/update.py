@@ -148,7 +148,7 @@ def run_chain(
       carry: before the first program.
       num_micro_batches: to compute.
       count: of one program.
-      between: as for `Update`.
+      between: as for `UpdatePrograms`.
     """
     for first in range(0, num_micro_batches, count):
         carry = program(carry, np.int32(first))
@@ -165,7 +165,7 @@ def _counts(batch: Batch) -> loss_lib.Counts:
     return loss_lib.make_counts(batch.response_length.sum() + counted[0], num_rows)
 
 
-class Update:
+class UpdatePrograms:
     """Jitted programs of an update; called, it makes one.
 
     Attributes:
@@ -195,7 +195,7 @@ class Update:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         # Layouts are named at the exits: a state or sums in another layout would compile everything again. The old
         # state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
-        self._whole = jax.jit(self._update, donate_argnames="state")
+        self._whole = jax.jit(self._in_one_program, donate_argnames="state")
         sums = Sums(param_shardings, self._replicated, self._replicated)
         self._begun_shardings = (gathered_shardings, sums, self._replicated)
         self._begin = jax.jit(self._begun, out_shardings=self._begun_shardings)
@@ -318,7 +318,7 @@ class Update:
         metrics = UpdateMetrics(**sums.means, computed_share=computed, grad_norm=grad_norm, finite=finite, gap=gap)
         return new, metrics
 
-    def _update(
+    def _in_one_program(
         self,
         state: LearnerState,
         batch: Batch,

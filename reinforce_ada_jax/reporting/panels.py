@@ -1,4 +1,4 @@
-"""Plots as data: panels of curves or bars. `curves` makes them, `drawing` and the page draw them."""
+"""Plots as data: panels of curves or bars. `curves` makes them, `plotting` and the page draw them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

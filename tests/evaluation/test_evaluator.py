@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.evaluation import drawing, evaluator
+from reinforce_ada_jax.evaluation import evaluator, fixed_draws
 from reinforce_ada_jax.evaluation.response_store import GradedResponse
 from reinforce_ada_jax.rewards import cipher
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -58,7 +58,7 @@ def test_benchmarks_with_equal_ids_are_drawn_independently(monkeypatch, tmp_path
 
         return draw
 
-    monkeypatch.setattr(drawing, "from_policy", from_policy)
+    monkeypatch.setattr(fixed_draws, "from_policy", from_policy)
     monkeypatch.setattr(evaluator, "verify_fns", lambda *_: collections.defaultdict(object))
     ids = {"alone": "ab", "second": "ac", "third": "c", "apart": "d"}
     benchmarks = {

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.reporting import curves, drawing
+from reinforce_ada_jax.reporting import curves, plotting
 from reinforce_ada_jax.reporting import history as history_lib
-from reinforce_ada_jax.reporting.drawing import DARK, LIGHT, LINES, MARKERS
 from reinforce_ada_jax.reporting.panels import Curve, Panel
+from reinforce_ada_jax.reporting.plotting import DARK, LIGHT, LINES, MARKERS
 from tests.plotted import make_run
 
 
@@ -171,8 +171,8 @@ def test_equal_panels_are_equal_files(tmp_path):
     panel = Panel(
         "A", "updates", "reward", [Curve(name, i, np.arange(3), np.arange(3) * i) for i, name in enumerate("ab")]
     )
-    drawing.draw([panel], tmp_path / "one" / "learning")
-    drawing.draw([panel], tmp_path / "two" / "learning")
+    plotting.draw([panel], tmp_path / "one" / "learning")
+    plotting.draw([panel], tmp_path / "two" / "learning")
     names = {"learning.png", "learning.svg", "learning-dark.svg"}
     assert {file.name for file in (tmp_path / "one").iterdir()} == names
     for name in names:
@@ -185,13 +185,13 @@ def test_equal_panels_are_equal_files(tmp_path):
 def test_any_name_can_be_drawn(tmp_path, name):
     # Warnings are errors here: a formula that is none, or a letter that the font lacks.
     curves = [Curve(name, 0, np.array([0.0, 1.0]), np.array([1.0, np.nan])), Curve("b", 1, np.zeros(1), np.ones(1))]
-    drawing.draw([Panel(name, "updates", "", curves), Panel("", "s", "", bars={name: {"a": 1.0}})], tmp_path / "f")
+    plotting.draw([Panel(name, "updates", "", curves), Panel("", "s", "", bars={name: {"a": 1.0}})], tmp_path / "f")
     assert (tmp_path / "f.svg").stat().st_size > 1000
 
 
 def test_more_runs_than_styles_have_a_legend(tmp_path):
     curves = [Curve(f"run {i}", i, np.arange(2), np.full(2, i)) for i in range(9)]
-    drawing.draw([Panel("many", "updates", "reward", curves)], tmp_path / "many")
+    plotting.draw([Panel("many", "updates", "reward", curves)], tmp_path / "many")
     assert (tmp_path / "many.png").exists()
 
 

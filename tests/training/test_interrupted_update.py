@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.learning.update import Update
+from reinforce_ada_jax.learning.update import UpdatePrograms
 from reinforce_ada_jax.training.loop import Ending
 from tests.running import reproducible, restored, tiny, train
 
@@ -21,7 +21,7 @@ def ends_inside(patch, number):
     """Sends SIGTERM after the second program of this update; returns the number of programs of each update."""
     programs = []
 
-    def update(self, state, batch, base, version, between, original=Update.__call__):
+    def update(self, state, batch, base, version, between, original=UpdatePrograms.__call__):
         programs.append(0)
 
         def ask():
@@ -32,7 +32,7 @@ def ends_inside(patch, number):
 
         return original(self, state, batch, base, version, ask)
 
-    patch.setattr(Update, "__call__", update)
+    patch.setattr(UpdatePrograms, "__call__", update)
     return programs
 
 

@@ -50,18 +50,18 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 # Ends itself inside its third update, which is the first one of iteration 2.
 IN_AN_UPDATE = """
 import os, runpy, signal
-from reinforce_ada_jax.learning.update import Update
+from reinforce_ada_jax.learning.update import UpdatePrograms
 
 updates = 0
 
-def update(self, state, batch, base, version, between, original=Update.__call__):
+def update(self, state, batch, base, version, between, original=UpdatePrograms.__call__):
     global updates
     updates += 1
     if updates == 3:
         os.kill(os.getpid(), signal.SIGTERM)
     return original(self, state, batch, base, version, between)
 
-Update.__call__ = update
+UpdatePrograms.__call__ = update
 runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 """
 

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.evaluation import drawing
+from reinforce_ada_jax.evaluation import fixed_draws
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, ResponseStore
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 from tests.evaluation.test_response_store import HEADER
@@ -36,10 +36,10 @@ def verify_later(pairs):
 @pytest.mark.parametrize("verify_fn", [verify, verify_later])
 @pytest.mark.parametrize("at_once", [1, 64])
 def test_draw(tmp_path, monkeypatch, verify_fn, at_once):
-    monkeypatch.setattr(drawing, "RESPONSES_PER_SLOT", at_once)  # of 4 slots: 2 prompts at a time, or all
+    monkeypatch.setattr(fixed_draws, "RESPONSES_PER_SLOT", at_once)  # of 4 slots: 2 prompts at a time, or all
     progress = []
     with ResponseStore(tmp_path / "set.jsonl", HEADER) as store:
-        drawn = drawing.draw(
+        drawn = fixed_draws.draw(
             prompts(5), scripted, verify_fn, 2, slots=4, deterministic=True, store=store,
             decode=lambda tokens: "/".join(map(str, tokens)), on_progress=lambda *counts: progress.append(counts),
         )  # fmt: skip
@@ -63,7 +63,7 @@ def test_what_is_graded_is_stored_while_the_rest_is_drawn(tmp_path):
             yield finished
 
     with pytest.raises(KeyboardInterrupt), ResponseStore(tmp_path / "set.jsonl", HEADER) as store:
-        drawing.draw(
+        fixed_draws.draw(
             prompts(5), dying, verify, 2, slots=4, deterministic=True, store=store, on_progress=lambda *_: None
         )
     # Six responses came back: those of three prompts.
