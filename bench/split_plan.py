@@ -78,7 +78,7 @@ def batch_layout(config: Config, a: Architecture, chip: Chip, devices: int) -> B
     resolved = platform.resolve("tpu", learning, hidden_size=a.hidden_size, head_dim=a.head_dim, dtype=dtype)
     strategy = strategies.build(config.collection, regularized=config.regularized)
     kept = strategy.max_kept or config.collection.group_size
-    token_bytes = platform.kept_bytes(a, resolved.remat, dtype)
+    token_bytes = platform.activation_bytes(a, resolved.remat, dtype)
     micro_rows = platform.micro_rows("tpu", config, shards, token_bytes)
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     copied = a.num_layers * layer_weights(a) * dtype.itemsize / config.mesh.tensor

@@ -167,12 +167,12 @@ def _text(error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def interruptible(kept: str) -> Iterator[None]:
+def interruptible(saved: str) -> Iterator[None]:
     """Ends the process at Ctrl-C, and says that the results so far are kept and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        fail(f"interrupted. {kept}; the same command again goes on from there.", INTERRUPTED)
+        fail(f"interrupted. {saved}; the same command again goes on from there.", INTERRUPTED)
 
 
 def _flags_text(groups: Groups) -> str:

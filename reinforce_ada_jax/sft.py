@@ -30,7 +30,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
         with cli.user_input():
             folder, copy = stack.enter_context(local_copy.opened(workdir))
             run, state = supervised.start(config, folder, stack, copy=copy, quiet=quiet)
-            stack.enter_context(host_log.kept(folder, f"begins after update {state.iteration}"))
+            stack.enter_context(host_log.copying(folder, f"begins after update {state.iteration}"))
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
     if outcome.ending is not Ending.FINISHED:

@@ -96,7 +96,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
             if page is not None and processes.is_writer():
                 _show_page(folder, page, stack)
             run, state = startup.start(config, folder, load_evaluator, stack, copy=copy, quiet=quiet)
-            stack.enter_context(host_log.kept(folder, f"begins after iteration {state.iteration}"))
+            stack.enter_context(host_log.copying(folder, f"begins after iteration {state.iteration}"))
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
         ungraded = not_graded(folder)

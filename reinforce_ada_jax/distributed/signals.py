@@ -157,9 +157,9 @@ class Stop:
         return not processes.any_of(seconds > self.time_left())
 
 
-def end(interrupt: Interrupt, kept: str) -> NoReturn:
-    """Ends all processes after `Interrupted`, which each has got; `kept` says what of the results is kept."""
+def end(interrupt: Interrupt, saved: str) -> NoReturn:
+    """Ends all processes after `Interrupted`, which each has got; `saved` says where the results are."""
     told = interrupt.preempted()
     processes.leave()
     event, code = ("told to end", RESTART) if told else ("interrupted", cli.INTERRUPTED)
-    cli.fail(f"{event}. {kept}; the same command again goes on from there.", code)
+    cli.fail(f"{event}. {saved}; the same command again goes on from there.", code)

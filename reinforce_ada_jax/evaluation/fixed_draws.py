@@ -119,7 +119,7 @@ def fill(
     prompts: Sequence[Prompt],
     draw_fn: Callable[..., object],
     progress: Progress,
-    kept: str,
+    saved: str,
     name: str = "",
 ) -> None:
     """Draws the prompts that a store lacks; a signal to any process ends all.
@@ -129,7 +129,7 @@ def fill(
       prompts: that lack responses.
       draw_fn: `draw`, of whose arguments these remain.
       progress: counts the prompts.
-      kept: says what is kept after a signal.
+      saved: says where the responses are after a signal.
       name: precedes the number of responses in the progress line.
     """
     done = progress.done
@@ -144,7 +144,7 @@ def fill(
             draw_fn(prompts, store=store, on_progress=report)
         except Interrupted:
             progress.close()
-            end(interrupt, kept)
+            end(interrupt, saved)
     progress.reach(done + len(prompts))
 
 

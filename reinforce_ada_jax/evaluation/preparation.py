@@ -227,9 +227,9 @@ def histogram(correct: Sequence[int], samples: int, band: Band) -> str:
     most = max(counts.values())
     lines = ["pass rate  problems"]
     for number in range(samples + 1):
-        kept = "*" if number / samples in band else " "
+        star = "*" if number / samples in band else " "
         bar = "#" * -(-counts[number] * BAR_WIDTH // most)
-        lines.append(f"{number / samples:9.3f} {kept} {counts[number]:7,}  {bar}".rstrip())
+        lines.append(f"{number / samples:9.3f} {star} {counts[number]:7,}  {bar}".rstrip())
     return "\n".join(lines)
 
 
@@ -334,9 +334,9 @@ def _drawn(
             rollouts = Rollouts(components.engine)
             draw = fixed_draws.from_policy(params, rollouts, config.sampling, stream(0), config, components)
             verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
-            kept = f"Graded responses are stored in {buckets.origin(files.draws)}"
+            saved = f"Graded responses are stored in {buckets.origin(files.draws)}"
             draw = functools.partial(draw, verify_fn=verify, samples=samples)
-            fixed_draws.fill(store, missing, draw, progress, kept)
+            fixed_draws.fill(store, missing, draw, progress, saved)
             store.finish(prompts)
     return store
 

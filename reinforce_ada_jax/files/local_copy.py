@@ -135,8 +135,8 @@ class LocalCopy:
         try:
             self.upload()
         except buckets.BucketError as error:
-            kept = self.folder.rename(pathlib.Path(tempfile.mkdtemp(prefix="reinforce_ada_jax-kept-")) / "files")
-            raise buckets.BucketError(f"{error}. The newest files are in {kept}: copy them to {self.url}") from error
+            saved = self.folder.rename(pathlib.Path(tempfile.mkdtemp(prefix="reinforce_ada_jax-kept-")) / "files")
+            raise buckets.BucketError(f"{error}. The newest files are in {saved}: copy them to {self.url}") from error
         finally:
             self._home.cleanup()
 

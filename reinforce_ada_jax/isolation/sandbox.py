@@ -144,9 +144,9 @@ def _become(owner: int) -> None:
 def _take_descriptors(stdin: int, stdout: int, channel: int | None, report: int) -> int:
     """Makes the pipes standard input and output, and closes all but them, the channel and the returned report."""
     null = os.open(os.devnull, os.O_RDWR)
-    kept = [os.dup(each) for each in (stdin, stdout, null, null if channel is None else channel, report)]
+    copies = [os.dup(each) for each in (stdin, stdout, null, null if channel is None else channel, report)]
     first = 100  # above all that are in use at the start of a worker
-    high = [os.dup2(each, first + index) for index, each in enumerate(kept)]
+    high = [os.dup2(each, first + index) for index, each in enumerate(copies)]
     for target, each in enumerate(high):
         os.dup2(each, target, inheritable=target < 3 or (target == 3 and channel is not None))
     os.closerange(5, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

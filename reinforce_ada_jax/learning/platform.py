@@ -16,7 +16,7 @@ CPU_TOKENS = 2048
 # Bytes of activations that a micro-batch keeps for the backward pass on CPUs. SmolLM2-135M keeps 0.7 MB a token. With
 # 16 rows of 96 tokens the program of an update took 1,654 MB beside its arguments, with 4 it takes 824 MB, as much as
 # the optimiser's step; their 384 tokens are enough for the full rate of a product.
-CPU_KEPT_BYTES = 2**29
+CPU_ACTIVATION_BYTES = 2**29
 # (rows, vocab) of the loss on GPUs. A product of 1,024 x 1,024 logits has 32 tiles of 128 x 256 for the 132
 # multiprocessors of an H100; one of 4,096 x 8,192 has a thousand. docs/performance.md has its traffic.
 GPU_TILE = (4096, 8192)
@@ -154,17 +154,17 @@ def resolve(
     )
 
 
-def kept_bytes(architecture: Architecture, remat: str, dtype: DTypeLike) -> int:
+def activation_bytes(architecture: Architecture, remat: str, dtype: DTypeLike) -> int:
     """Returns the bytes that the backward pass finds of a token: inputs of layers, and what `remat` keeps.
 
     "dots" keeps the results of the products with weights, and that of attention.
     """
     a = architecture
-    kept = a.hidden_size
+    numbers = a.hidden_size
     if remat == "dots":
         query, keys = a.num_heads * a.head_dim, 2 * a.num_kv_heads * a.head_dim
-        kept += 2 * query + keys + 2 * a.hidden_size + 2 * a.ffn_size
-    return a.num_layers * kept * jnp.dtype(dtype).itemsize
+        numbers += 2 * query + keys + 2 * a.hidden_size + 2 * a.ffn_size
+    return a.num_layers * numbers * jnp.dtype(dtype).itemsize
 
 
 def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int) -> int:
@@ -175,21 +175,21 @@ def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int) -> 
       config: with `learning.micro_batches` 0, the largest micro-batch of at most 2,048 tokens and 512 MiB of
         activations on CPUs that divides the minibatch, or that of one row for each device; elsewhere the minibatch.
       row_shards: devices that share the rows of a micro-batch.
-      token_bytes: activations of a token, by `kept_bytes`; only CPUs need them.
+      token_bytes: activations of a token, by `activation_bytes`; only CPUs need them.
     """
     rows = config.learning.prompts_per_update * config.collection.group_size
     if config.learning.micro_batches or name != "cpu":
         return rows // max(1, config.learning.micro_batches)
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     valid = [size for size in range(row_shards, rows + 1, row_shards) if rows % size == 0]
-    most = min(CPU_TOKENS, CPU_KEPT_BYTES // token_bytes)
+    most = min(CPU_TOKENS, CPU_ACTIVATION_BYTES // token_bytes)
     return max([size for size in valid if size * row_tokens <= most], default=valid[0])
 
 
 def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int:
     """Returns `micro_rows` for the devices of a mesh."""
     dtype = jnp.dtype(config.model.compute_dtype)
-    token_bytes = kept_bytes(architecture, of_mesh(mesh, config.learning, architecture, dtype).remat, dtype)
+    token_bytes = activation_bytes(architecture, of_mesh(mesh, config.learning, architecture, dtype).remat, dtype)
     row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
     return micro_rows(mesh.devices.flat[0].platform, config, row_shards, token_bytes)
 

@@ -71,8 +71,8 @@ def map_declared(
     def one(name, shape, axes):
         if name not in SUMMED_AXES:
             return make(name, shape, axes)
-        kept = [axis for axis in range(len(shape)) if axis not in SUMMED_AXES[name]]
-        scale = make(f"{name}.scale", tuple(shape[axis] for axis in kept), tuple(axes[axis] for axis in kept))
+        remaining = [axis for axis in range(len(shape)) if axis not in SUMMED_AXES[name]]
+        scale = make(f"{name}.scale", tuple(shape[axis] for axis in remaining), tuple(axes[axis] for axis in remaining))
         return Quantized(values=make(name, shape, axes), scale=scale)
 
     return {name: one(name, shape, axes) for name, (shape, axes) in declared.items()}

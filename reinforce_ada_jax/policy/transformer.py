@@ -24,7 +24,7 @@ from reinforce_ada_jax.policy.quantization import Quantized
 
 Params = dict[str, Any]
 Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
-# attend(query, key, value, layer_index, carry) -> (mixed, carry, kept): the attention of one layer.
+# attend(query, key, value, layer_index, carry) -> (mixed, carry, of_layer): the attention of one layer.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
 # The same with segment_ids=[B, T] by name: a token attends to its own segment.
 SegmentAttend = Callable[..., tuple[jax.Array, Any, Any]]
@@ -153,7 +153,7 @@ def run(
         no banks.
 
     Returns:
-      (hidden states after the final norm, last carry, kept values stacked along a leading layer axis).
+      (hidden states after the final norm, last carry, values of each layer stacked along a leading layer axis).
     """
     graph, state = nnx.split(model.layers)
     stacked, epsilon = nnx.to_pure_dict(state), model.architecture.norm_epsilon
@@ -188,16 +188,16 @@ def run(
         # At position 0 nothing is rotated.
         where = positions if is_rotated.all() else positions * jnp.asarray(is_rotated)[index]
         query, key, value = rowwise(before, x, where)
-        mixed, carry, kept = attend(query, key, value, index, carry)
-        return (rowwise(after, x, mixed), carry), kept
+        mixed, carry, of_layer = attend(query, key, value, index, carry)
+        return (rowwise(after, x, mixed), carry), of_layer
 
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
     x = constrain(embed(model, tokens).astype(dtype))
     indices = jnp.arange(model.architecture.num_layers)
-    (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (stacked, indices))
-    return rowwise(lambda x: rms_norm(x, model.final_norm[...], epsilon), x), carry, kept
+    (x, carry), of_layers = jax.lax.scan(one_layer, (x, carry), (stacked, indices))
+    return rowwise(lambda x: rms_norm(x, model.final_norm[...], epsilon), x), carry, of_layers
 
 
 def causal_attend(query, key, value, layer_index, carry, *, segment_ids=None):

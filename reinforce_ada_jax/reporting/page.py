@@ -105,10 +105,10 @@ def run_data(history: History, begin: int = 0) -> dict[str, Any]:
 
 
 def _curve(curve: Curve, runs: Sequence[int]) -> dict[str, Any]:
-    kept = np.flatnonzero(np.isfinite(curve.x) & np.isfinite(curve.y))
-    kept = kept[evenly_spaced(len(kept), MOST_POINTS)]
-    found = {"run": runs[curve.style], "x": _numbers(curve.x[kept]), "y": _numbers(curve.y[kept]), "faint": curve.faint}
-    return found if curve.error is None else found | {"error": _numbers(curve.error[kept])}
+    at = np.flatnonzero(np.isfinite(curve.x) & np.isfinite(curve.y))
+    at = at[evenly_spaced(len(at), MOST_POINTS)]
+    found = {"run": runs[curve.style], "x": _numbers(curve.x[at]), "y": _numbers(curve.y[at]), "faint": curve.faint}
+    return found if curve.error is None else found | {"error": _numbers(curve.error[at])}
 
 
 def _panel(panel: Panel, runs: Sequence[int]) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def literal(text: str, longest: int = LONGEST_NAME) -> str:
 
 def _shown(curve: Curve, panel: Panel) -> Curve:
     """Returns the curve without its points that are not finite, or that a logarithmic axis lacks."""
-    kept = np.isfinite(curve.x) & np.isfinite(curve.y) & ((curve.y > 0) | (panel.y_scale != "log"))
-    error = None if curve.error is None else curve.error[kept]
-    band = None if curve.band is None else (curve.band[0][kept], curve.band[1][kept])
-    return dataclasses.replace(curve, x=curve.x[kept], y=curve.y[kept], error=error, band=band)
+    finite = np.isfinite(curve.x) & np.isfinite(curve.y) & ((curve.y > 0) | (panel.y_scale != "log"))
+    error = None if curve.error is None else curve.error[finite]
+    band = None if curve.band is None else (curve.band[0][finite], curve.band[1][finite])
+    return dataclasses.replace(curve, x=curve.x[finite], y=curve.y[finite], error=error, band=band)
 
 
 def _draw_curves(axis: Axes, panel: Panel, theme: Mapping) -> None:

@@ -66,9 +66,9 @@ class MetricsWriter:
           quiet: the trackers print nothing.
         """
         self._file, self._quiet = workdir / "metrics.jsonl", quiet
-        kept = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
-        self.lacking = last_iteration - len({line["iteration"] for line in kept})
-        write_atomically(self._file, "".join(map(_to_line, kept)))
+        lines = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
+        self.lacking = last_iteration - len({line["iteration"] for line in lines})
+        write_atomically(self._file, "".join(map(_to_line, lines)))
         self._wandb = _start_wandb(workdir, wandb, quiet=quiet) if wandb else None
         self._trackio = _start_trackio(workdir, trackio, quiet=quiet) if trackio else None
         self._tensorboard = _TensorBoard(workdir / "tensorboard", last_iteration) if tensorboard else None
@@ -139,7 +139,7 @@ class _TensorBoard:
         self._records.close()
 
 
-def _kept_id(file: pathlib.Path) -> str:
+def _stored_id(file: pathlib.Path) -> str:
     """Returns the id in a file, a random one if there is none yet."""
     if not file.exists():
         write_atomically(file, uuid.uuid4().hex)
@@ -169,7 +169,7 @@ def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
             f"logging.trackio names the project {project!r}, but trackio is not installed: pip install trackio, or "
             "leave logging.trackio empty."
         ) from error
-    name = f"{workdir.resolve().name}-{_kept_id(workdir / 'trackio_id')[:8]}"
+    name = f"{workdir.resolve().name}-{_stored_id(workdir / 'trackio_id')[:8]}"
     with _silence(quiet):
         try:
             # Its own logging of CPU and GPU asks the machine every ten seconds.
@@ -198,7 +198,7 @@ def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
         return wandb.init(
             project=project,
             name=workdir.resolve().name,
-            id=_kept_id(workdir / "wandb_id"),
+            id=_stored_id(workdir / "wandb_id"),
             resume="allow",
             dir=str(workdir),
             config=_config(workdir),

@@ -217,12 +217,12 @@ def _append_tokens(
         state, right = drafts_lib.verify(state, drafted, tokens, is_stop, active)
 
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    kept = active[:, None] & (place <= right[:, None])
+    appended = active[:, None] & (place <= right[:, None])
     count = slots.count + 1 + right
-    stopped = jnp.any(kept & is_stop, axis=1)
+    stopped = jnp.any(appended & is_stop, axis=1)
     ended = stopped | (active & (count >= requests.sampling.max_tokens))
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
-    row = jnp.where(kept, requests.output_row[:, None], outputs.length.shape[0])
+    row = jnp.where(appended, requests.output_row[:, None], outputs.length.shape[0])
     at = slots.count[:, None] + place
     outputs = outputs.replace(
         tokens=outputs.tokens.at[row, at].set(tokens, mode="drop"),

@@ -205,9 +205,9 @@ def verify(
     assert drafts is not None
     right = accepted(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    kept = active[:, None] & (place <= right[:, None])
+    appended = active[:, None] & (place <= right[:, None])
     # Of responses that write into the same place the last slot stays: it may be wrong, and only costs time.
-    text_row = jnp.where(kept, drafts.row[prompt_row][:, None], drafts.text.shape[0])
+    text_row = jnp.where(appended, drafts.row[prompt_row][:, None], drafts.text.shape[0])
     compared = num_compared(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
     compared = jnp.where(active[:, None], compared, 0)
     drafts = drafts.replace(

@@ -64,9 +64,9 @@ def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Flo
     rank = jnp.arange(vocabulary)[None]
     descending = jnp.flip(jnp.sort(logprobs, axis=-1), axis=-1)
     within_k = rank < jnp.where(top_k > 0, top_k, vocabulary)[:, None]
-    kept = jax.nn.softmax(jnp.where(within_k, descending, -jnp.inf), axis=-1)
+    probs = jax.nn.softmax(jnp.where(within_k, descending, -jnp.inf), axis=-1)
     # A token stays while those before it hold less than p; rounding must not cut p = 1.
-    within_p = (jnp.cumsum(kept, axis=-1) - kept < top_p[:, None]) | (top_p >= 1.0)[:, None]
+    within_p = (jnp.cumsum(probs, axis=-1) - probs < top_p[:, None]) | (top_p >= 1.0)[:, None]
     last = jnp.sum(within_k & within_p, axis=-1, keepdims=True) - 1
     threshold = jnp.take_along_axis(descending, jnp.maximum(last, 0), axis=-1)
     return jnp.where(logprobs >= threshold, logprobs, -jnp.inf)

@@ -284,8 +284,8 @@ class Sampler:
         """Closes a prompt of which no draw is unfinished."""
         if prompt_id in self._open and not self._open[prompt_id]:
             scheduler.close([prompt_id])
-            for kept in (self._open, self._prompts, self._num_draws):
-                kept.pop(prompt_id)
+            for by_prompt in (self._open, self._prompts, self._num_draws):
+                by_prompt.pop(prompt_id)
 
 
 def _watch(request: Request, found: Sampled, ended: bool) -> None:

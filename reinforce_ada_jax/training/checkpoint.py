@@ -75,7 +75,7 @@ class NotSavedError(OSError):
 
 
 @dataclasses.dataclass
-class Kept(checkpoint_managers.PreservationPolicy):
+class Retention(checkpoint_managers.PreservationPolicy):
     """Rule for the checkpoints to keep; Orbax's own policies know only the evaluations of this process.
 
     Attributes:
@@ -95,9 +95,9 @@ class Kept(checkpoint_managers.PreservationPolicy):
     def of(self, iterations: Sequence[int]) -> set[int]:
         """Returns the iterations to keep."""
         evaluated = sorted((self.evaluations[i], i) for i in iterations if i in self.evaluations)
-        kept = set(sorted(iterations)[-self.newest :])
-        kept |= {i for _, i in evaluated[-self.best :]} if self.best else set()
-        return kept | {i for i in iterations if self.every and i % self.every == 0}
+        retained = set(sorted(iterations)[-self.newest :])
+        retained |= {i for _, i in evaluated[-self.best :]} if self.best else set()
+        return retained | {i for i in iterations if self.every and i % self.every == 0}
 
     def should_preserve(
         self,
@@ -107,8 +107,8 @@ class Kept(checkpoint_managers.PreservationPolicy):
     ) -> list[bool]:
         """Answers Orbax."""
         del context
-        kept = self.of([each.step for each in checkpoints if each.step not in self.foreign]) | self.foreign.keys()
-        return [checkpoint.step in kept for checkpoint in checkpoints]
+        retained = self.of([each.step for each in checkpoints if each.step not in self.foreign]) | self.foreign.keys()
+        return [checkpoint.step in retained for checkpoint in checkpoints]
 
 
 class Checkpoints:
@@ -124,7 +124,7 @@ class Checkpoints:
         run_id: str | None = None,
         writes: bool = False,
     ):
-        """Opens the folder, or makes it; `keep`, `keep_best` and `keep_every` are `newest`, `best`, `every` of `Kept`.
+        """Opens the folder, or makes it; `keep`, `keep_best`, `keep_every`: `newest`, `best`, `every` of `Retention`.
 
         Checkpoints of runs with another id than `run_id` are left alone; None: only their numbers are checked. With
         `writes` this is the one training in the work directory, and files of unfinished saves are removed. A reader
@@ -139,17 +139,17 @@ class Checkpoints:
             self._remove_unfinished()
             processes.any_of(False)  # waits until they are gone
         self.times = SaveTimes(workdir)
-        self._kept = Kept(keep, keep_best, keep_every, {}, {})
+        self._retention = Retention(keep, keep_best, keep_every, {}, {})
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=self._kept,
+                preservation_policy=self._retention,
                 enable_async_checkpointing=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=self.times.complete),
             ),
             item_names=("learner", "run", "sampler"),
         )
-        self._kept.evaluations, self._kept.foreign = self._saved()
+        self._retention.evaluations, self._retention.foreign = self._saved()
 
     def _remove_unfinished(self) -> None:
         if not processes.is_writer():
@@ -191,7 +191,7 @@ class Checkpoints:
         """Returns a sentence for each checkpoint of another run."""
         return [
             f"checkpoint {iteration} in {self.folder} does not belong to this run and is not used: {why}."
-            for iteration, why in sorted(self._kept.foreign.items())
+            for iteration, why in sorted(self._retention.foreign.items())
         ]
 
     def latest(self) -> int | None:
@@ -205,7 +205,7 @@ class Checkpoints:
 
     def iterations(self) -> list[int]:
         """Returns all iterations of the run that are saved or being saved, ascending."""
-        return sorted({*self._manager.all_steps()} - self._kept.foreign.keys())
+        return sorted({*self._manager.all_steps()} - self._retention.foreign.keys())
 
     def save(
         self,
@@ -231,14 +231,14 @@ class Checkpoints:
         own["fingerprints"] = fingerprints.numbers(learner)
         own["sampler_fingerprints"] = None if sampler is None else fingerprints.numbers(sampler)
         record = run | own
-        if iteration in self._kept.foreign:
+        if iteration in self._retention.foreign:
             self._move_away(iteration, FOREIGN)
         if iteration in self._manager.all_steps():
             with self._writing():
                 self._amend(iteration, record)
             return
         if evaluation is not None:
-            self._kept.evaluations[iteration] = evaluation
+            self._retention.evaluations[iteration] = evaluation
         items: dict[str, Any] = {
             "learner": ocp.args.StandardSave(learner), "run": ocp.args.JsonSave(records.with_checksum(record))
         }  # fmt: skip
@@ -271,10 +271,10 @@ class Checkpoints:
             content = json.dumps(records.with_checksum(record))
             write_atomically(records.record_file(self.folder, iteration), content)
         if record["evaluation"] is not None:
-            self._kept.evaluations[iteration] = record["evaluation"]
-        kept = self._kept.of(self.iterations())
+            self._retention.evaluations[iteration] = record["evaluation"]
+        retained = self._retention.of(self.iterations())
         for other in self.iterations():
-            if other not in kept:
+            if other not in retained:
                 self._manager.delete(other)
 
     def check(self) -> None:
@@ -447,8 +447,8 @@ class Checkpoints:
             taken = {each.name for each in there.iterdir()} if there.exists() else set()
             number = next(number for number in itertools.count() if f"{iteration}.{number}" not in taken)
             buckets.move(self.folder / str(iteration), there / f"{iteration}.{number}")
-        self._kept.evaluations.pop(iteration, None)
-        self._kept.foreign.pop(iteration, None)
+        self._retention.evaluations.pop(iteration, None)
+        self._retention.foreign.pop(iteration, None)
         processes.any_of(False)  # waits until it is gone
         self._manager.reload()
 

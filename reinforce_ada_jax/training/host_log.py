@@ -45,7 +45,7 @@ class _Copied:
 
 
 @contextlib.contextmanager
-def kept(workdir: pathlib.Path, begin: str) -> Iterator[None]:
+def copying(workdir: pathlib.Path, begin: str) -> Iterator[None]:
     """Copies what this process prints to its log; an error that ends the block is there with its stack trace.
 
     Args:

@@ -12,10 +12,10 @@ from reinforce_ada_jax.config import (
 )
 from reinforce_ada_jax.learning.learner import loss_config
 from reinforce_ada_jax.learning.platform import (
+    activation_bytes,
     chosen_dtype,
     describe_dtype,
     gathers_once,
-    kept_bytes,
     micro_batches_per_program,
     micro_rows,
     resolve,
@@ -159,8 +159,8 @@ def test_activations_of_smollm2_are_those_of_its_products():
         )
     )  # fmt: skip
     outputs = 576 + 192 + 192 + 576 + 1536 + 1536 + 576
-    assert kept_bytes(architecture, "dots", "float32") == 30 * 4 * (outputs + 576 + 576)
-    assert kept_bytes(architecture, "full", "float32") == 30 * 4 * 576
+    assert activation_bytes(architecture, "dots", "float32") == 30 * 4 * (outputs + 576 + 576)
+    assert activation_bytes(architecture, "full", "float32") == 30 * 4 * 576
 
 
 @pytest.mark.parametrize(

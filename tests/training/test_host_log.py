@@ -17,7 +17,7 @@ def lines(workdir):
 
 def test_what_is_printed_is_in_the_log_too(tmp_path, capsys):
     outputs = sys.stdout, sys.stderr
-    with host_log.kept(tmp_path, "begins after iteration 3"):
+    with host_log.copying(tmp_path, "begins after iteration 3"):
         print("one\n\ntwo")
         # As tqdm writes: a progress line, a line above it, the progress line again, and its end.
         sys.stderr.write("\r3 of 8")
@@ -33,9 +33,9 @@ def test_what_is_printed_is_in_the_log_too(tmp_path, capsys):
 
 
 def test_another_start_adds_and_an_error_is_there_with_its_trace(tmp_path):
-    with host_log.kept(tmp_path, "begins"):
+    with host_log.copying(tmp_path, "begins"):
         print("first")
-    with pytest.raises(RuntimeError, match="no more"), host_log.kept(tmp_path, "begins"):
+    with pytest.raises(RuntimeError, match="no more"), host_log.copying(tmp_path, "begins"):
         raise RuntimeError("no more")
     found = lines(tmp_path)
     assert (

@@ -111,8 +111,8 @@ class ResponseText:
         if found:
             self.at_stop_text, self.text = True, self.text[: min(found)]
             prompt, own = self.pieces[: self._num_prompt_pieces], self.pieces[self._num_prompt_pieces :]
-            kept = [each for each in own if each.begin < len(self.text)]
-            self.pieces = prompt + [p._replace(text=self.text[p.begin : p.begin + len(p.text)]) for p in kept]
+            before_stop = [each for each in own if each.begin < len(self.text)]
+            self.pieces = prompt + [p._replace(text=self.text[p.begin : p.begin + len(p.text)]) for p in before_stop]
 
     @property
     def has_prompt(self) -> bool:

@@ -47,9 +47,9 @@ class SampleFutures:
         if future is not None:
             future.job, future.result = None, result
             self._answered[request_id] = now, future
-        for kept, seconds in ((self._answered, UNFETCHED_S), (self._fetched, FETCHED_S)):
-            while kept and now - next(iter(kept.values()))[0] > seconds:
-                kept.popitem(last=False)
+        for results, seconds in ((self._answered, UNFETCHED_S), (self._fetched, FETCHED_S)):
+            while results and now - next(iter(results.values()))[0] > seconds:
+                results.popitem(last=False)
 
     def fetch(self, request_id: str) -> Result | None:
         """Returns the answer for the client; None if the future waits.
