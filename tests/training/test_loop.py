@@ -33,7 +33,7 @@ from tests.running import train as train_here
 
 NAMES = (
     "reward/first_round", "collection/zero_signal_share", "collection/verifier_failures", "collection/responses",
-    "update/entropy",
+    "collection/slot_utilisation", "update/entropy",
 )  # fmt: skip
 
 
