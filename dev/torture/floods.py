@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 
+from dev.torture import server
 from dev.torture.bench import Bench
 from tests.running import ROOT, environment
 
@@ -22,29 +23,15 @@ FILES = 1024  # that the server may have open, fewer than there are sockets
 SOCKETS = 1500
 ANSWER_S = 1.0  # in which a client beside a flood is answered
 MEMORY_MB = 200  # that may be left of a flood
-OPTIONS = ["--dtype=float32", "--slots=4", "--max_prompt_tokens=64", "--page_size=16", "--max_response_tokens=64"]
+OPTIONS = ["--slots=4", "--max_prompt_tokens=64", "--page_size=16", "--max_response_tokens=64"]
 
 
 @contextlib.contextmanager
 def _server(bench: Bench, api: str, *options: str) -> Iterator[tuple[subprocess.Popen, tuple[str, int]]]:
-    """A server of the built-in model that is ready, with few files, and its address."""
-    command = [sys.executable, "-m", "reinforce_ada_jax.serve", f"--api={api}", "--model=cipher=package:cipher"]
-    with (bench.scratch / "server.txt").open("w+") as errors:
-        process = subprocess.Popen(
-            ["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh", *command, "--port=0", *OPTIONS, *options], cwd=ROOT,
-            env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True,
-        )  # fmt: skip
-        try:
-            said = ""
-            for line in process.stdout:
-                said += line
-                if line.startswith("ready"):
-                    break
-            yield process, ("127.0.0.1", int(re.search(r"127\.0\.0\.1:(\d+)", said)[1]))
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+    """A server that is ready, with few files, and its address."""
+    model = "--model=cipher=package:cipher"
+    with server.ready(bench, f"--api={api}", model, *OPTIONS, *options, most_files=FILES) as (process, port):
+        yield process, ("127.0.0.1", port)
 
 
 def _ask(address: tuple[str, int], method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:

@@ -6,16 +6,15 @@ import json
 import os
 import pathlib
 import random
-import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import grpc
 
+from dev.torture import server
 from dev.torture.bench import Bench
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -25,7 +24,7 @@ from tests.forked import Forked
 from tests.hostile import model_folders
 from tests.hostile import parsers as parsers_lib
 from tests.rewards import graders as graders_lib
-from tests.running import ROOT, environment
+from tests.running import environment
 
 BATCH = 10
 
@@ -119,27 +118,10 @@ def graders(bench: Bench) -> None:
                 assert verdicts == list(map(Verdict, right, map(float, right), reasons)), verdicts
 
 
-@contextlib.contextmanager
-def _server(bench: Bench) -> Iterator[tuple[subprocess.Popen, str]]:
-    """A server of the built-in model that is ready, and its address."""
-    command = [sys.executable, "-m", "reinforce_ada_jax.serve", "--model=package:cipher", "--port=0", "--greedy"]
-    command += ["--dtype=float32", "--slots=2", "--max_prompt_tokens=32", "--page_size=8", "--max_response_tokens=16"]
-    with (bench.scratch / "server.txt").open("w+") as errors:
-        command += ["--waiting=8", "--request_s=1", "--peer_calls=32"]
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        try:
-            said = ""
-            for line in process.stdout:
-                said += line
-                if line.startswith("ready"):
-                    break
-            yield process, re.search(r"127\.0\.0\.1:\d+", said)[0]
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+SERVED = (
+    "--model=package:cipher", "--greedy", "--slots=2", "--max_prompt_tokens=32", "--page_size=8",
+    "--max_response_tokens=16", "--waiting=8", "--request_s=1", "--peer_calls=32",
+)  # fmt: skip
 
 
 def _noise(address: str, rng: random.Random) -> None:
@@ -193,7 +175,8 @@ def _ask(address: str) -> list[int]:
 def clients(bench: Bench) -> None:
     """Clients that hang up, send no request or no sense; ordinary requests and health checks are answered."""
     pb2, pb2_grpc = jetstream.protocol()
-    with _server(bench) as (process, address), concurrent.futures.ThreadPoolExecutor(16) as rude:
+    with server.ready(bench, *SERVED) as (process, port), concurrent.futures.ThreadPoolExecutor(16) as rude:
+        address = f"127.0.0.1:{port}"
         expected, descriptors = _ask(address), pathlib.Path(f"/proc/{process.pid}/fd")
         before = len(os.listdir(descriptors))
         while bench.goes_on():

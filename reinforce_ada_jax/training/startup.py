@@ -146,7 +146,7 @@ def start(
     # 2. The work directory.
     take_workdir(config, workdir, stack, copy)
 
-    # 3. The engine's programs begin to compile. From here on no mistake is to be told, whose message would wait for it.
+    # 3. The engine's programs begin to compile. All input is checked above: an error here would wait for the compiler.
     compiles = CompileCounter()
     compilation = stack.enter_context(EarlyCompilation())
     ready_to_sample = compilation.add(components.engine.programs())
