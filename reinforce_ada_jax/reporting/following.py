@@ -12,11 +12,12 @@ from typing import Any, BinaryIO
 
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.reporting import comparison, curves, page, samples
-from reinforce_ada_jax.reporting.history import CONFIG, NEEDED, STARTED, History, of_lines, read_json, unique_names
+from reinforce_ada_jax.reporting.history import CONFIG, NEEDED, History, of_lines, unique_names
 from reinforce_ada_jax.reporting.samples import SampledResponses
 from reinforce_ada_jax.reporting.writers import Metrics
 
 LARGEST = 2**63
+LOG_LINES = 12  # on the page before the first iteration
 # What a reader of the page has of a run: generation, number of rows, and the last iteration whose responses it has.
 Known = tuple[int, int, int]
 NOTHING: Known = (-1, 0, 0)
@@ -83,12 +84,13 @@ class FollowedRun:
     def _run(self, begin: int) -> dict[str, Any]:
         if self.history is not None:
             return page.run_data(self.history, begin)
-        run = self.unread()  # no iteration is finished: how many there will be, and on what devices
-        if (self.workdir / CONFIG).exists():
-            run["iterations"] = read_json(self.workdir / CONFIG).get("iterations")
-        if (self.workdir / STARTED).exists():
-            run["started"] = read_json(self.workdir / STARTED)
-        return run
+        if not (self.workdir / CONFIG).exists():
+            return self.unread()
+        # No iteration is finished: configuration, devices, the evaluation before, and the newest lines of the log.
+        known = page.run_data(dataclasses.replace(of_lines(self.workdir, []), name=self.name))
+        log = self.workdir / "logs" / "host-0.log"
+        lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
+        return known | {"log": "\n".join(lines[-LOG_LINES:])}
 
     def news(self, known: Known) -> tuple[dict[str, Any], SampledResponses]:
         """Returns the run, and its responses, for a reader with what is `known`."""
@@ -104,7 +106,8 @@ class FollowedRun:
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0]
         age = round(max(time.time() - self._written, 0.0), 1)
-        return run | {"generation": self._generation, "age": age, "problem": problem, "seen": last}, sampled
+        generation = self._generation if self.history else NOTHING[0]  # before the first iteration all is told again
+        return run | {"generation": generation, "age": age, "problem": problem, "seen": last}, sampled
 
 
 class FollowedRuns:

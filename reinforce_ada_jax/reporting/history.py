@@ -113,7 +113,7 @@ def load(workdir: pathlib.Path) -> History:
 
 
 def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
-    """Returns the history of a work directory with these lines of metrics.jsonl, at least one.
+    """Returns the history of a work directory with these lines of metrics.jsonl; none before the first iteration.
 
     Raises:
       ValueError: a line lacks what every run writes, or another file is one that a run does not write.
@@ -122,13 +122,14 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
     try:
         per_iteration = config["collection"]["prompts_per_iteration"] // config["learning"]["prompts_per_update"]
         samples = config["evaluation"]["samples"]
-        needed = np.array([[line[key] for key in NEEDED] for line in lines], float)
+        needed = np.array([[line[key] for key in NEEDED] for line in lines], float).reshape(-1, len(NEEDED))
     except KeyError as error:
         raise ValueError(f"{workdir} is no run of ours: its config.json or metrics.jsonl lacks {error}.") from error
     discarded = np.array([line.get("collection/discarded_tokens", 0) for line in lines], float)
     tokens = np.cumsum(needed[:, 0] + discarded)
     updates = per_iteration * np.array([line["iteration"] for line in lines], float)
-    names = dict.fromkeys(key for line in lines for key, value in line.items() if isinstance(value, int | float))
+    found = (key for line in lines for key, value in line.items() if isinstance(value, int | float))
+    names = dict.fromkeys(["iteration", *found])
     columns = {name: np.array([line.get(name, np.nan) for line in lines], float) for name in names}
     elsewhere = (*WITHIN_COLLECTING, EVALUATING, *([COLLECTING] if WAITING in columns else []))
     spent = [

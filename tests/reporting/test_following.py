@@ -101,7 +101,16 @@ def test_a_run_that_has_not_begun(tmp_path):
     make_run(tmp_path / "run", [], {}, config={"iterations": 7})
     (tmp_path / "run" / "started.json").write_text('{"device": "8 x TPU"}')
     run = page.ask()["runs"][0]
-    assert (run["rows"], run["iterations"], run["started"]["device"]) == ([], 7, "8 x TPU")
+    assert (run["rows"], run["iterations"], run["started"]["device"]) == ([[0, 0, 0, 0]], 7, "8 x TPU")
+    assert run["config"]["collection.prompts_per_iteration"] == "8" and run["log"] == ""
+    # The evaluation before the first iteration and the log are there as soon as they are written.
+    evaluation = {"iteration": 0, "evaluation/heldout/avg": 0.2}
+    (tmp_path / "run" / "evaluations" / "000000.json").write_text(json.dumps(evaluation))
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "logs" / "host-0.log").write_text("".join(f"line {i}\n" for i in range(100)))
+    run = page.ask()["runs"][0]
+    assert dict(zip(run["keys"], run["rows"][0][4:], strict=True)) == {"evaluation/heldout/avg": 0.2}
+    assert run["log"].splitlines() == [f"line {i}" for i in range(88, 100)]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(line(1))
     assert page.iterations() == [0, 1]

@@ -118,6 +118,52 @@ def test_the_crosshair_shows_values_in_all_charts(window, size):
     assert window.run(LEGEND, "update/grad_norm")[0] == "plain\n5.5"
 
 
+# A drag of the mouse over a part of the first chart.
+DRAG = """
+    const plot = document.querySelector("#overview .plot"), box = plot.getBoundingClientRect();
+    const at = (type, share) => plot.dispatchEvent(new PointerEvent(type, {
+      clientX: box.left + 46 + share * (box.width - 56), clientY: box.top + 50, bubbles: true, pointerType: "mouse"}));
+    at("pointerdown", arguments[0]);
+    at("pointermove", arguments[1]);
+    const selected = document.querySelectorAll("#overview .selected").length;
+    at("pointerup", arguments[1]);
+    return selected;
+"""
+TICKS = (
+    "return [...document.querySelectorAll(`#overview .below, #overview .end`)].map(text => Number(text.textContent))"
+)
+
+
+def test_a_drag_zooms_all_charts_and_a_double_click_shows_all(window):
+    window.run(SEE, "#overview")
+    assert max(window.run(TICKS)) == 2
+    assert window.run(DRAG, 0.0, 0.01) == 0  # a click: 3 pixels
+    assert max(window.run(TICKS)) == 2
+    assert window.run(DRAG, 0.6, 0.1) == 1  # to the left, too
+    ticks = window.run(TICKS)
+    assert 0 < min(ticks) and max(ticks) <= 1.2
+    window.run("document.querySelector('#overview .plot').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+    assert max(window.run(TICKS)) == 2
+
+
+def test_ticks_of_a_narrow_range_have_labels_that_differ(window):
+    script = "return [labels([0.98912, 0.98914, 0.98916]), labels([0, 0.5, 1]), labels([12341, 12342])]"
+    assert window.run(script) == [["0.98912", "0.98914", "0.98916"], ["0", "0.5", "1"], ["12.341k", "12.342k"]]
+
+
+def test_a_phone_has_all_charts_on_a_page_of_few_screens(window, tmp_path):
+    metrics = {f"{group}/metric_{i}": [i, i + 1] for group in ("update", "collection", "time") for i in range(25)}
+    run = make_run(tmp_path / "run", [100, 100], {0: 0.2, 2: 0.7}, metrics=metrics)
+    write_samples(run, 2, [sample(f"problem {i}", f"answer {i}", prompt=f"p{i}", tokens=9) for i in range(NUM_PROMPTS)])
+    plot.main([run], tmp_path / "out")
+    resize(window, 400, 800)
+    window.open(tmp_path / "out" / "index.html")
+    assert window.run("return document.documentElement.scrollHeight") < 10_000  # with all groups open: 25,000
+    assert window.run("return document.querySelectorAll('#groups details:not([open])').length") == 3
+    window.type("#find-metric", "update/metric_7")
+    assert window.run("return document.querySelectorAll('#groups details[open]').length") == 1
+
+
 def test_runs_are_switched_off_and_on(window):
     window.run(SEE, GRAD_NORM)
     window.click("#runs .chip[data-run='0']")

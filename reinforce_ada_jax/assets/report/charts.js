@@ -2,6 +2,7 @@
 // Charts: axes, curves, a crosshair, and a legend with the values below it. Nothing here knows where numbers come from.
 
 const HEIGHT = 176, LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 24; // of a chart, in pixels
+const LEAST_DRAG = 8; // pixels: a click is no drag
 const COLORS = 6, MOST_MARKED = 40; // points of a line that has a marker at each
 
 function element(name, className, text) {
@@ -47,6 +48,12 @@ function steps(low, high, count, whole) {
   const found = [];
   for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) found.push(at * step);
   return found.map((value) => Number(value.toPrecision(12)));
+}
+
+// Texts of ticks with as many digits as make them differ.
+function labels(values) {
+  const texts = [3, 4, 5, 6, 8, 12].map((digits) => values.map((value) => short(value, digits)));
+  return texts.find((found) => new Set(found).size === values.length) || texts.at(-1);
 }
 
 function powers(low, high) {
@@ -107,10 +114,19 @@ class Chart {
     this.box.append(heading, this.plot, this.axisName, this.legend);
     this.visible = false;
     this.stale = true;
+    this.from = null; // where a drag began
     this.box.chart = this;
     this.plot.addEventListener("pointermove", (event) => this.point(event.offsetX));
-    this.plot.addEventListener("pointerdown", (event) => this.point(event.offsetX));
-    this.plot.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") this.share(null); });
+    this.plot.addEventListener("pointerdown", (event) => {
+      this.from = event.pointerType === "mouse" ? event.offsetX : null; // a finger moves the crosshair
+      this.point(event.offsetX);
+    });
+    this.plot.addEventListener("pointerup", (event) => this.release(event.offsetX));
+    this.plot.addEventListener("dblclick", () => this.group.zoomTo(null));
+    this.plot.addEventListener("pointerleave", (event) => {
+      this.from = null;
+      if (event.pointerType === "mouse") this.share(null);
+    });
     this.plot.addEventListener("blur", () => this.share(null));
     this.plot.addEventListener("keydown", (event) => this.press(event));
     Chart.watcher.observe(this.box);
@@ -144,11 +160,12 @@ class Chart {
 
   // ---- scales -----------------------------------------------------------------------------------------------------
 
-  // Values that are drawn: of a logarithmic axis those above 0.
+  // Values that are drawn: those in the zoom with their neighbours, and on a logarithmic axis those above 0.
   prepare() {
-    const { log, hidden } = this.view;
+    const { log, hidden } = this.view, [low, high] = this.group.zoom || [-Infinity, Infinity];
     this.series = this.spec.series.filter((one) => !hidden.has(one.run)).map((one) => {
-      const kept = one.x.map((_, index) => index).filter((index) => !log || one.y[index] > 0);
+      const { x } = one, near = (index) => x[Math.min(index + 1, x.length - 1)] >= low && x[Math.max(index - 1, 0)] <= high;
+      const kept = x.map((_, index) => index).filter((index) => near(index) && (!log || one.y[index] > 0));
       if (kept.length === one.x.length) return one;
       const pick = (values) => values && kept.map((index) => values[index]);
       return { ...one, x: pick(one.x), y: pick(one.y), raw: pick(one.raw), error: pick(one.error),
@@ -168,7 +185,7 @@ class Chart {
     const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
     const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
     const ends = spec.diagonal ? [0, 1] : [spec.powers ? least(x) : Math.min(0, least(x)), spec.xEnd || most(x)];
-    this.xEnds = ends[0] === ends[1] ? [ends[0], ends[0] + 1] : ends;
+    this.xEnds = this.group.zoom || (ends[0] === ends[1] ? [ends[0], ends[0] + 1] : ends);
     let low = least(y.filter((value) => !view.log || value > 0)), high = most(y);
     if (view.log) {
       this.yEnds = low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
@@ -210,29 +227,32 @@ class Chart {
     }
     this.extents();
     this.axes();
-    const clip = drawn("svg", { x: 0, y: 0, width, height: HEIGHT - BOTTOM + 4 }, plot);
+    const inside = { x: LEFT - 5, y: 0, width: width - LEFT - RIGHT + 10, height: HEIGHT - BOTTOM + 4 };
+    const clip = drawn("svg", { ...inside, viewBox: Object.values(inside).join(" ") }, plot);
     for (const one of this.series) this.line(one, clip);
-    this.cross = drawn("g", { class: "cross" }, plot);
+    this.cross = drawn("g", { class: "cross" }, clip);
     this.show(this.group.x);
   }
 
   axes() {
     const { spec, view, plot, width } = this;
     const axis = drawn("g", { class: "axis" }, plot), bottom = HEIGHT - BOTTOM;
-    for (const value of view.log ? powers(...this.yEnds) : steps(...this.yEnds, 4)) {
+    const rows = view.log ? powers(...this.yEnds) : steps(...this.yEnds, 4), names = labels(rows);
+    rows.forEach((value, index) => {
       const y = this.toY(value);
       drawn("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y }, axis);
-      drawn("text", { x: LEFT - 7, y: y + 3.5, class: "left" }, axis).textContent = short(value, 3);
-    }
+      drawn("text", { x: LEFT - 7, y: y + 3.5, class: "left" }, axis).textContent = names[index];
+    });
     const [low, high] = this.xEnds, most = Math.max(2, Math.floor(width / 90));
     let marks = steps(low, high, most, spec.counted);
     if (spec.powers) marks = [...Array(24).keys()].map((power) => 2 ** power).filter((k) => k >= low && k <= high);
-    for (const value of marks) {
+    const texts = labels(marks);
+    marks.forEach((value, index) => {
       const x = this.toX(value), end = x > width - RIGHT - 14;
       drawn("line", { x1: x, x2: x, y1: bottom, y2: bottom + 4, class: "tick" }, axis);
       const label = drawn("text", { x: end ? width - 2 : x, y: HEIGHT - 7, class: end ? "end" : "below" }, axis);
-      label.textContent = short(value, 3);
-    }
+      label.textContent = texts[index];
+    });
     if (spec.diagonal) {
       const ends = { x1: this.toX(0), y1: this.toY(0), x2: this.toX(1), y2: this.toY(1) };
       drawn("line", { ...ends, class: "diagonal" }, axis);
@@ -266,12 +286,29 @@ class Chart {
 
   // ---- crosshair --------------------------------------------------------------------------------------------------
 
-  point(offset) {
-    if (!this.series || !this.series.length) return;
+  // The value of the x axis below a place of the mouse.
+  valueAt(offset) {
     const { spec, width } = this, share = (offset - LEFT) / (width - LEFT - RIGHT);
     const scale = spec.powers ? Math.log2 : (same) => same, [low, high] = this.xEnds.map(scale);
     const at = low + Math.min(1, Math.max(0, share)) * (high - low);
-    this.share(spec.powers ? 2 ** at : at);
+    return spec.powers ? 2 ** at : at;
+  }
+
+  point(offset) {
+    if (!this.series || !this.series.length) return;
+    this.share(this.valueAt(offset));
+    if (this.from === null || Math.abs(offset - this.from) < LEAST_DRAG) return;
+    const box = { x: Math.min(offset, this.from), width: Math.abs(offset - this.from), y: TOP, height: HEIGHT - TOP - BOTTOM };
+    drawn("rect", { ...box, class: "selected" }, this.cross);
+  }
+
+  // The end of a drag: the range that it crossed is all that the charts of the group show.
+  release(offset) {
+    const { from } = this;
+    this.from = null;
+    if (from === null || !this.cross || Math.abs(offset - from) < LEAST_DRAG) return;
+    const range = [from, offset].map((at) => this.valueAt(at)).sort((a, b) => a - b);
+    if (range[0] < range[1]) this.group.zoomTo(range);
   }
 
   press(event) {
@@ -309,6 +346,12 @@ class Chart {
     this.values(found, line);
   }
 
+  name(text) {
+    const made = element("span", "name", text);
+    made.title = text; // a long one is cut
+    return made;
+  }
+
   // The legend: the value of each line at the crosshair, otherwise the last one.
   values(found, x) {
     const { xLabel, named } = this.spec;
@@ -321,23 +364,32 @@ class Chart {
       entry.dataset.run = one.run;
       const error = one.error && one.error[index] ? ` ± ${short(one.error[index], 2)}` : "";
       const range = one.band ? ` (${short(one.band[0][index], 3)}–${short(one.band[1][index], 3)})` : "";
-      entry.append(swatch(one.run), element("span", "name", one.name), element("b", "", short(one.y[index]) + error + range));
+      entry.append(swatch(one.run), this.name(one.name), element("b", "", short(one.y[index]) + error + range));
       return entry;
     });
     this.legend.replaceChildren(...entries);
   }
 }
 
-// Charts that share a crosshair, because their x axes mean the same.
+// Charts that share a crosshair and a zoom, because their x axes mean the same.
 class Group {
   constructor() {
     this.x = null;
+    this.zoom = null; // [low, high] of x, if not all is shown
     this.members = new Set();
   }
   add() {
     const made = new Chart(this);
     this.members.add(made);
     return made;
+  }
+  zoomTo(range) {
+    this.zoom = range;
+    this.x = null;
+    for (const chart of this.members) {
+      chart.stale = true;
+      chart.refresh();
+    }
   }
 }
 

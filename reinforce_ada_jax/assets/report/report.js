@@ -139,7 +139,7 @@ class Page {
     if (run.problem) return run.problem;
     if (total && last >= total) return "finished";
     if (!this.live) return total ? `${many(last)} of ${many(total)} iterations` : "";
-    if (!run.count) return "waits for the first iteration";
+    if (!last) return "waits for the first iteration";
     const each = run.left && total ? run.left / (total - last) : 60;
     if (run.age > Math.max(120, 5 * each)) return `no new iteration for ${duration(run.age)}`;
     return run.left ? `running, about ${duration(run.left)} left` : "running";
@@ -222,8 +222,10 @@ class Page {
       if (found.sentence) box.append(element("p", "", found.sentence));
       return box;
     });
-    const none = element("p", "note", "No run was evaluated.");
+    const none = element("p", "note", "No run was evaluated after an iteration.");
     get("comparisons").replaceChildren(...(made.length ? made : [none]));
+    const waiting = this.runs.filter((run) => run.log && !run.columns[0].at(-1));
+    get("logs").replaceChildren(...waiting.flatMap((run) => [element("h3", "", `Log of ${run.name}`), element("pre", "", run.log)]));
   }
 
   average(pair, best) {
@@ -305,9 +307,10 @@ class Page {
     for (const name of names.sort((a, b) => rank(a) - rank(b))) {
       let box = [...groups.children].find((one) => one.dataset.name === name);
       if (!box) {
-        box = element("div", "group");
+        box = element("details", "group");
+        box.open = innerWidth > 600; // on a phone 50 charts are 10,000 pixels
         box.dataset.name = name;
-        box.append(element("h3", "", name), element("div", "grid"));
+        box.append(element("summary", "", name), element("div", "grid"));
         groups.append(box);
       }
       this.place(box.lastElementChild, others.filter((key) => key.split("/")[0] === name));
@@ -346,7 +349,7 @@ class Page {
     }
     for (const [spec, chart] of this.figures) chart.update(() => spec, this.view);
     const last = window === 1 ? "" : `Means over the last ${window} iterations, on the faint values of each one. `;
-    get("curves-note").textContent = last + "Bars are one standard error over problems, shaded is the range from the 10th to the 90th percentile.";
+    get("curves-note").textContent = last + "Bars are one standard error over problems, shaded is the range from the 10th to the 90th percentile. Drag across a chart to zoom, double-click to see all.";
     get("smoothing-text").textContent = window === 1 ? "none" : String(window);
   }
 
@@ -405,6 +408,7 @@ class Page {
       const boxes = [...group.querySelectorAll("figure.chart")];
       for (const box of boxes) box.hidden = !box.dataset.metric.toLowerCase().includes(words);
       group.hidden = boxes.every((box) => box.hidden);
+      if (words) group.open = true;
     }
   }
 
@@ -423,7 +427,10 @@ class Page {
       this.group.x = null;
       this.draw();
     });
-    choose("against", (value) => { this.view.axis = value; });
+    choose("against", (value) => {
+      this.view.axis = value;
+      this.group.zoom = null;
+    });
     choose("scale", (value) => { this.view.log = value === "log"; });
     get("smoothing").addEventListener("input", (event) => {
       this.view.window = WINDOWS[event.target.value];
