@@ -127,6 +127,7 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
     """Checks all input of a run, and prints the configuration and the summary; writes and compiles nothing."""
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.evaluation.evaluator import load_evaluator
+    from reinforce_ada_jax.planning import here
     from reinforce_ada_jax.training import startup, summary
 
     with contextlib.ExitStack() as stack, cli.user_input():
@@ -134,7 +135,8 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
         folder, _ = stack.enter_context(local_copy.opened(workdir))
         inputs = startup.read_inputs(config, folder, load_evaluator)
         if processes.is_writer():
-            print(summary.dry_run(inputs.config, inputs.summary(folder)))
+            cost = here.iteration_line(inputs.config, inputs.components, inputs.strategy)
+            print(summary.dry_run(inputs.config, f"{inputs.summary(folder)}\n{cost}"))
 
 
 class _Command(types.ModuleType):

@@ -25,8 +25,8 @@ MOST_PROMPTS = 128
 LENGTH_SPREAD = 0.4
 
 
-def busy_share(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> float:
-    """Returns the share of slot time that one collection fills, without draws ahead of verdicts.
+def simulated(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> tuple[float, float]:
+    """Returns busy slot time and duration of one collection, in lengths of a response, without draws ahead of verdicts.
 
     Args:
       strategy: stopping rule.
@@ -67,6 +67,18 @@ def busy_share(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> f
         return [Verdict(correct=each, reward=float(each)) for each in correct]
 
     collect(prompts, sample, verify, strategy, estimate_fn=lambda _: np.asarray(pass_rates))
+    return busy, clock
+
+
+def spread(num_prompts: int) -> list[float]:
+    """Returns pass rates of at most `MOST_PROMPTS` prompts, spread evenly over [0, 1]."""
+    count = min(num_prompts, MOST_PROMPTS)
+    return ((np.arange(count) + 0.5) / count).tolist()
+
+
+def busy_share(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> float:
+    """Returns the share of slot time that one collection fills; arguments are those of `simulated`."""
+    busy, clock = simulated(strategy, pass_rates, slots)
     return busy / (slots * clock)
 
 
@@ -77,7 +89,7 @@ def choose_slots(strategy: Strategy, num_prompts: int) -> tuple[int, float]:
       strategy: stopping rule.
       num_prompts: prompts of an iteration. Their pass rates are taken to be spread evenly over [0, 1].
     """
-    pass_rates = ((np.arange(min(num_prompts, MOST_PROMPTS)) + 0.5) / min(num_prompts, MOST_PROMPTS)).tolist()
+    pass_rates = spread(num_prompts)
     for slots in CHOICES[:-1]:
         share = busy_share(strategy, pass_rates, slots)
         if share >= BUSY:

@@ -152,7 +152,8 @@ def summary(
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
             f"{num_prompts:,}), {updates_each} each{ahead}; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",
-            f"lengths     up to {longest:,} tokens{made_for}",
+            f"lengths     prompts up to {options.max_prompt_tokens:,} tokens (template {config.data.template}), "
+            f"responses up to {options.max_response_tokens:,}{made_for}",
             *([f"reward      {reward}{prints}"] if reward else []),
             f"files       {buckets.origin(workdir)}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
         ]

@@ -1,0 +1,33 @@
+"""The time of an iteration that a dry run states, from products that are timed."""
+
+import pytest
+
+from reinforce_ada_jax.collection import slot_choice, strategies
+from reinforce_ada_jax.config import replaced
+from reinforce_ada_jax.planning import here
+from reinforce_ada_jax.training import components as components_lib
+from tests.running import tiny
+
+
+def test_the_line_of_a_dry_run(monkeypatch):
+    # A product of 128 rows takes 2 us a weight, one of 512 rows 5.12 us: 10 ns a token.
+    monkeypatch.setattr(here, "product_seconds", lambda rows, columns, dtype: {128: 2e-6, 512: 5.12e-6}[rows])
+    monkeypatch.setattr(slot_choice, "simulated", lambda *_: (0.0, 3.0))  # lengths of a response
+    config = components_lib.for_devices(replaced(tiny(), {"iterations": 100}))
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    weights = components.architecture.num_parameters
+    assert weights == 107_392
+    line = here.iteration_line(config, components, strategies.build(config.collection, regularized=False))
+    # Draws: 3 * 8 steps of 0.2148 s, and 32 prompts of 8 tokens at 1.074 ms: 5.43 s.
+    # Update: 3 products for 128 responses with their prompts of 16 tokens: 3 * 2048 * 1.074 ms = 6.60 s.
+    assert line == (
+        "time        about 0.2 min an iteration here: 0.09 to draw, 0.11 to update, if responses have 8 tokens; "
+        "0.33 h for all iterations"
+    )
+
+
+def test_a_product_is_timed(monkeypatch):
+    monkeypatch.setattr(here, "WEIGHTS", 2**16)
+    assert 0 < here.product_seconds(64, 32, "float32") < 1e-3
+    with pytest.raises(TypeError):
+        here.product_seconds(64, 32, "no type")
