@@ -30,12 +30,6 @@ DEFINE = {
     float | None: flags.DEFINE_float, str: flags.DEFINE_string,
 }  # fmt: skip
 
-# Messages of Python and absl on a value of the wrong type: what the flag takes.
-TYPE_ERRORS = {
-    "could not convert string to float": "a number", "invalid literal for int": "a whole number",
-    "Non-boolean argument": "True or False",
-}  # fmt: skip
-
 # Errors of a path that come again however often the command is started;
 _FOR_GOOD = frozenset({
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
@@ -221,11 +215,11 @@ def _show_help(section: str, groups: Groups) -> NoReturn:
 
 def _wrong_type(message: str) -> str:
     """Returns which values a flag takes, for absl's message on a value of another type; "" for other messages."""
-    found = re.fullmatch(rf"flag --([\w.]+)=(.*?): .*(?:{'|'.join(TYPE_ERRORS)}).*", message)
+    found = re.fullmatch(r"flag --([\w.]+)=(.*?): .*(string to float|literal for int|Non-boolean).*", message)
     if not found:
         return ""
-    name, value = found.groups()
-    expected = next(text for error, text in TYPE_ERRORS.items() if error in message)
+    name, value, problem = found.groups()
+    expected = {"string to float": "a number", "literal for int": "a whole number"}.get(problem, "True or False")
     default = flags.FLAGS[name].default if name in flags.FLAGS else None
     example = "" if default is None else f", such as {default}"
     section = re.fullmatch(r"config\.(\w+)\.\w+", name)

@@ -1,6 +1,6 @@
 """Time of an iteration on this machine, from products with the model's sizes that are timed here."""
 
-import time
+import timeit
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,10 @@ DENSE_ROWS = 512  # of a product at the full rate
 def product_seconds(rows: int, columns: int, dtype: str) -> float:
     """Returns the seconds that a product of `rows` tokens takes for each weight of a model with this hidden size."""
     left, right = jnp.ones((rows, columns), dtype), jnp.ones((columns, WEIGHTS // columns), dtype)
-    product, taken = jax.jit(jnp.dot), []
-    for _ in range(4):  # the first one compiles
-        begun = time.perf_counter()
-        product(left, right).block_until_ready()
-        taken.append(time.perf_counter() - begun)
+    product = jax.jit(jnp.dot)
+    taken = timeit.repeat(
+        lambda: product(left, right).block_until_ready(), number=1, repeat=4
+    )  # the first one compiles
     return min(taken) / right.size
 
 

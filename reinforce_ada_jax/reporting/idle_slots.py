@@ -22,6 +22,8 @@ def advice(config: Config, *, busy: float, num_slots: int, speculative: bool) ->
     collection = config.collection
     size = collection_rules.first_round(collection) or collection.group_size
     started = collection.prompts_per_iteration * size
+    may_overlap = not collection.overlap_iterations and not config.mesh.sampler
+    may_overlap &= collection.strategy != "estimate" and collection.selection == "shuffled"
     if started < num_slots:
         prompts = math.ceil(num_slots / size)
         remedy = (
@@ -32,19 +34,9 @@ def advice(config: Config, *, busy: float, num_slots: int, speculative: bool) ->
         remedy = "collection.barrier=False starts the next round of a prompt before all others have ended theirs"
     elif not speculative and collection_rules.max_draws(collection) != size:
         remedy = "collection.speculative=True starts rounds before their verdicts, with the same samples"
-    elif _may_overlap(config):
+    elif may_overlap:
         remedy = "collection.overlap_iterations=1 starts the next prompts in idle slots, with weights one iteration old"
     else:
         fewer = max(1, math.ceil(busy * num_slots * 1.25))
         remedy = f"sampling.slots={fewer} costs less for each token where the devices are slow"
     return f"{busy:.0%} of {num_slots} slots were busy in iteration {ADVICE_AT}: {remedy}."
-
-
-def _may_overlap(config: Config) -> bool:
-    collection = config.collection
-    return (
-        not collection.overlap_iterations
-        and not config.mesh.sampler
-        and collection.strategy != "estimate"
-        and collection.selection == "shuffled"
-    )

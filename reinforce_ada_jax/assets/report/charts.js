@@ -346,12 +346,6 @@ class Chart {
     this.values(found, line);
   }
 
-  name(text) {
-    const made = element("span", "name", text);
-    made.title = text; // a long one is cut
-    return made;
-  }
-
   // The legend: the value of each line at the crosshair, otherwise the last one.
   values(found, x) {
     const { xLabel, named } = this.spec;
@@ -362,9 +356,11 @@ class Chart {
       const index = found ? found.get(one) : one.x.length - 1;
       const entry = element("li", one.faint ? "faint" : "");
       entry.dataset.run = one.run;
+      const name = element("span", "name", one.name);
+      name.title = one.name; // a long one is cut
       const error = one.error && one.error[index] ? ` ± ${short(one.error[index], 2)}` : "";
       const range = one.band ? ` (${short(one.band[0][index], 3)}–${short(one.band[1][index], 3)})` : "";
-      entry.append(swatch(one.run), this.name(one.name), element("b", "", short(one.y[index]) + error + range));
+      entry.append(swatch(one.run), name, element("b", "", short(one.y[index]) + error + range));
       return entry;
     });
     this.legend.replaceChildren(...entries);
