@@ -124,7 +124,7 @@ class Chart {
     this.plot.addEventListener("pointerup", (event) => this.release(event.offsetX));
     this.plot.addEventListener("dblclick", () => this.group.zoomTo(null));
     this.plot.addEventListener("pointerleave", (event) => {
-      this.from = null;
+      this.release(event.offsetX);
       if (event.pointerType === "mouse") this.share(null);
     });
     this.plot.addEventListener("blur", () => this.share(null));
