@@ -408,7 +408,7 @@ class Page {
       const boxes = [...group.querySelectorAll("figure.chart")];
       for (const box of boxes) box.hidden = !box.dataset.metric.toLowerCase().includes(words);
       group.hidden = boxes.every((box) => box.hidden);
-      if (words) group.open = true;
+      if (words) group.open = !group.hidden;
     }
   }
 

@@ -155,7 +155,7 @@ class Responses {
     document.getElementById("page").textContent = `Page ${many(this.page + 1)} of ${many(pages)}`;
     document.getElementById("previous").disabled = this.page === 0;
     document.getElementById("next").disabled = this.page === pages - 1;
-    document.getElementById("pages").hidden = this.pools.size <= 25;
+    document.getElementById("pages").hidden = this.pools.size <= (innerWidth > 600 ? 25 : 10);
   }
 
   head(columns) {
@@ -373,6 +373,7 @@ class Responses {
     on("filters", "input", again);
     on("filters", "submit", (event) => event.preventDefault());
     on("filters", "reset", () => setTimeout(again));
+    if (innerWidth <= 600) document.getElementById("size").value = "10"; // a phone's page is short
     on("size", "change", again);
     on("previous", "click", () => this.turn(-1));
     on("next", "click", () => this.turn(1));
