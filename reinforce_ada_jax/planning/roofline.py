@@ -216,9 +216,9 @@ def _flops(a: Architecture, b: BatchLayout, passes: int) -> tuple[float, float]:
     Weights under adapters have no gradient: theirs and the head's products are computed once less, and no kernel
     recomputes the logits for it. One half of each adapter isn't split over `tensor`; it is counted as if it were.
     """
-    kept = b.remat == "dots" and passes > 1
+    saves = b.remat == "dots" and passes > 1
     frozen = b.adapter_weights > 0 and passes > 1
-    matrices = 2 * b.row_tokens * ((passes - kept - frozen) * layer_weights(a) + (passes - kept) * b.adapter_weights)
+    matrices = 2 * b.row_tokens * ((passes - saves - frozen) * layer_weights(a) + (passes - saves) * b.adapter_weights)
     square = 2 * a.num_heads * a.head_dim * b.row_tokens**2
     if b.attention_block is None:
         attention = passes * 2 * square
@@ -296,12 +296,12 @@ def gradient_call(a: Architecture, b: BatchLayout, master_itemsize: int) -> Prog
     """Cost of the summed gradients of `update_call`."""
     flops, once = _flops(a, b, 4)
     shard = _trained_bytes(a, b, master_itemsize)
-    kept = b.remat == "dots"
+    saves = b.remat == "dots"
     width = a.hidden_size / b.row_shards
-    if kept:
+    if saves:
         width += (a.head_dim * (a.num_heads + 2 * a.num_kv_heads) + a.hidden_size + 2 * a.ffn_size) / b.devices
     activations = 2 * a.num_layers * b.micro_rows * b.row_tokens * width * b.itemsize
-    size = _layer_bytes(a, b, weight_reads=3 - kept, score_passes=8) + _head_bytes(a, b, backward=True)
+    size = _layer_bytes(a, b, weight_reads=3 - saves, score_passes=8) + _head_bytes(a, b, backward=True)
     return ProgramCost(flops, b.micro_batches * (size + activations + 2 * shard), once)
 
 

@@ -110,7 +110,7 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     """Draws and grades responses until every prompt's rule is met.
 
     Raises:
-      Interrupted: `stop` raised it, here or in another process; `run.kept` has what was drawn, where it keeps it.
+      Interrupted: `stop` raised it, here or in another process; `run.journal` has what was drawn, if it may be used.
       TrainingStopped: the engine's log-probabilities are not finite.
     """
     begin, verify_s = time.monotonic(), run.verifiers.busy_s
@@ -129,7 +129,7 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
             _estimate_fn(run, source),
             {**source.partial_rollouts, **kept.partial},
             upcoming,
-            None if run.kept is None else run.kept.begin(source.iteration),
+            None if run.journal is None else run.journal.begin(source.iteration),
         )
         draw_job = _draw_fn(run, source, stop)
         pools, counts = draw_job(job) if processes.count() == 1 else collect_everywhere(job, draw_job)

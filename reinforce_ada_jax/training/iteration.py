@@ -40,7 +40,7 @@ def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStoppe
     begin = time.monotonic()
     drawn = run.ahead.take(run.stop)
     if drawn is None:  # always, unless it was drawn during the updates before
-        source = choose(run, state, _read_kept(run, state))
+        source = choose(run, state, _read_journal(run, state))
         drawn = draw(run, source, run.stop)
     waited_s = time.monotonic() - begin
     _keep(run, state, drawn.collected)
@@ -78,9 +78,9 @@ def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStoppe
     return after, done.stopped
 
 
-def _read_kept(run: Run, state: RunState) -> CollectedShard | None:
+def _read_journal(run: Run, state: RunState) -> CollectedShard | None:
     """Returns the responses that an earlier start kept of the next iteration, if it kept any."""
-    found = None if run.kept is None else run.kept.read(state, run.prompts)
+    found = None if run.journal is None else run.journal.read(state, run.prompts)
     if found is not None:
         run.progress.note(f"iteration {state.iteration + 1} begins with {found.num_responses:,} kept responses")
     return found
@@ -94,7 +94,7 @@ def _averages_after(state: RunState, drawn: Drawn) -> averages.Averages:
 
 def _keep(run: Run, state: RunState, collected: CollectedShard) -> None:
     """Writes the responses of an iteration before its updates, for a run that ends in them."""
-    if run.kept is not None and not run.kept.write(state, collected):
+    if run.journal is not None and not run.journal.write(state, collected):
         run.progress.say(
             f"iteration {state.iteration + 1}: its responses are not kept for a resume. They would need more than "
             f"checkpoint.responses_mb ({run.config.checkpoint.responses_mb:,}) with those kept before."

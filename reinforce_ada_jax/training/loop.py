@@ -121,11 +121,11 @@ def _interrupted(run: Run, state: RunState) -> Outcome:
     """Saves the state of a run that was asked to end, where there is time."""
     ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
     event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
-    kept = 0 if run.kept is None or state.donated else run.kept.write_broken_off(state)
+    written = 0 if run.journal is None or state.donated else run.journal.write_broken_off(state)
     if state.donated or _is_late(run, state):
         return Outcome(ending, f"{event}; {_not_saved(run, state)} {_resuming(run)}", state)
     save(run, state)
-    more = f"{kept:,} responses of the next one are kept. " if kept else ""
+    more = f"{written:,} responses of the next one are kept. " if written else ""
     return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {more}{_resuming(run)}", state)
 
 
@@ -243,9 +243,9 @@ def save(run: Run, state: RunState) -> None:
 
 
 def _forget_saved(run: Run) -> None:
-    """Removes the kept responses of the iterations that the newest complete checkpoint has."""
-    if run.kept is not None:
-        run.kept.forget(run.checkpoints.newest_on_disk())
+    """Removes the journal of the iterations that the newest complete checkpoint has."""
+    if run.journal is not None:
+        run.journal.forget(run.checkpoints.newest_on_disk())
 
 
 def _resuming(run: Run) -> str:

@@ -23,7 +23,7 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
-from reinforce_ada_jax.training.kept_responses import KeptResponses
+from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt
 
@@ -81,7 +81,7 @@ class Run:
       progress: the line at the terminal.
       checkpoints: the folder of checkpoints.
       identity: what a resumed run must find unchanged.
-      kept: responses of iterations that no checkpoint holds yet; None: none are kept.
+      journal: responses of iterations that no checkpoint holds yet; None: there is none.
       writer: of the metrics, in process 0.
       compiles: counter of XLA compilations.
       copy: local copy of a work directory in a bucket.
@@ -111,7 +111,7 @@ class Run:
     progress: Progress
     checkpoints: "Checkpoints"
     identity: Mapping[str, Any]
-    kept: KeptResponses | None = None
+    journal: ResponseJournal | None = None
     writer: MetricsWriter | None = None
     compiles: CompileCounter
     copy: LocalCopy | None = None

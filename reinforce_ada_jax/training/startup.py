@@ -34,8 +34,8 @@ from reinforce_ada_jax.training import fingerprints, resume, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.iteration import train_iteration
-from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.records import holds_checkpoint
+from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.reward_check import check_reward, output_file
 from reinforce_ada_jax.training.run import Evaluator, Run
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record
@@ -179,7 +179,7 @@ def start(
     interrupt = stack.enter_context(Interrupt())
     writer = open_writer(config, workdir, state, stack, quiet=quiet)
     progress = begin_progress(inputs.summary(workdir), state, config.iterations, stack, quiet=quiet)
-    kept = KeptResponses(
+    journal = ResponseJournal(
         workdir, identity, limit_bytes=config.checkpoint.responses_mb * 10**6,
         broken_off=components_lib.rounds_alike(config), ready=functools.partial(fingerprint, progress.phase),
     )  # fmt: skip
@@ -191,7 +191,7 @@ def start(
         ready_to_sample=ready_to_sample, ready_to_update=ready_to_update,
         iterate=train_iteration, evaluator=inputs.evaluator,
         stop=interrupt.stop(progress.phase, config.checkpoint.notice_s), interrupt=interrupt, progress=progress,
-        checkpoints=checkpoints, identity=identity, kept=kept, writer=writer, compiles=compiles, copy=copy,
+        checkpoints=checkpoints, identity=identity, journal=journal, writer=writer, compiles=compiles, copy=copy,
     )  # fmt: skip
     return run, state
 

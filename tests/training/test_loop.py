@@ -23,8 +23,8 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup
-from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.loop import Ending
+from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.run import TrainingStopped
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.types import PartialRollouts, Response, Verdict
@@ -200,7 +200,7 @@ def test_an_iteration_that_stops_the_run(tmp_path, updates_made):
 def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds, monkeypatch):
     """By the times of earlier saves: here of one of 1 MB, which is about the size of the state."""
     kept = []
-    monkeypatch.setattr(KeptResponses, "write_broken_off", lambda _, state: kept.append(state.iteration) or 7)
+    monkeypatch.setattr(ResponseJournal, "write_broken_off", lambda _, state: kept.append(state.iteration) or 7)
 
     def told_at_4(run, state):
         if state.iteration == 4:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.reporting import writers
-from reinforce_ada_jax.training.kept_responses import FOLDER, KeptResponses
 from reinforce_ada_jax.training.loop import Ending
+from reinforce_ada_jax.training.response_journal import FOLDER, ResponseJournal
 from tests.running import ROOT, reproducible, restored, tiny, train
 
 ITERATIONS = 3
@@ -72,7 +72,7 @@ def start(workdir, overrides):
 def test_a_run_resumes_bit_for_bit(tmp_path, name, monkeypatch):
     unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
     with monkeypatch.context() as patch:
-        patch.setattr(KeptResponses, "forget", lambda *_: None)
+        patch.setattr(ResponseJournal, "forget", lambda *_: None)
         start(unbroken, RUNS[name])
     # As after a kill in iteration 3: the checkpoint of iteration 2 is the newest, later lines are there. Of the value
     # head, whose features no file holds, the kill was in the updates: the responses of the iteration are kept.

@@ -6,7 +6,7 @@ import pytest
 
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.learning.update import LearnerState
-from reinforce_ada_jax.training.kept_responses import FOLDER, KeptResponses
+from reinforce_ada_jax.training.response_journal import FOLDER, ResponseJournal
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
 
@@ -34,8 +34,8 @@ def state(iteration, weight=1.0) -> RunState:
     return RunState(learner, {}, iteration)
 
 
-def opened(workdir, identity=IDENTITY, limit_bytes=10**6, broken_off=True) -> KeptResponses:
-    return KeptResponses(workdir, identity, limit_bytes=limit_bytes, broken_off=broken_off)
+def opened(workdir, identity=IDENTITY, limit_bytes=10**6, broken_off=True) -> ResponseJournal:
+    return ResponseJournal(workdir, identity, limit_bytes=limit_bytes, broken_off=broken_off)
 
 
 def test_a_complete_collection_comes_back_with_its_counts(tmp_path):

@@ -1,4 +1,4 @@
-"""Graded responses of iterations that no checkpoint holds yet: a resumed run goes on with them.
+"""Graded responses of iterations that no checkpoint holds yet: a journal, with which a resumed run goes on.
 
 Drawing takes most of an iteration, and its result is small: 8 bytes a token. So each collection is written to a file
 when it is complete, and a collection that is broken off by a request to end is written with the responses that it has.
@@ -25,7 +25,7 @@ FOLDER, SUFFIX = "unfinished", ".responses"  # in the work directory; a line of 
 TOKEN_BYTES = 8
 
 
-class KeptResponses:
+class ResponseJournal:
     """The `unfinished` folder of a work directory; process 0 reads and writes it."""
 
     def __init__(
@@ -109,8 +109,8 @@ class KeptResponses:
         collected = self._broken_off.pop(state.iteration + 1, None)
         if collected is None or not collected.partial:
             return 0
-        kept = CollectedShard([], _within(collected.partial, self._limit_bytes), collected.counts)
-        return kept.num_responses if self.write(state, kept) else 0
+        saved = CollectedShard([], _within(collected.partial, self._limit_bytes), collected.counts)
+        return saved.num_responses if self.write(state, saved) else 0
 
     def forget(self, iteration: int) -> None:
         """Removes the files of iterations up to this one, which a complete checkpoint has."""
@@ -136,10 +136,10 @@ class KeptResponses:
 
 def _within(partial: Mapping[str, PartialRollouts], limit_bytes: int) -> dict[str, PartialRollouts]:
     """Returns rollouts of as many prompts as fit into three quarters of the limit; their records need the rest."""
-    size, kept = 0, {}
+    size, fitting = 0, {}
     for prompt_id, rollouts in partial.items():
         size += TOKEN_BYTES * sum(len(response.tokens) for response in rollouts.responses if response is not None)
         if size > 0.75 * limit_bytes:
             break
-        kept[prompt_id] = rollouts
-    return kept
+        fitting[prompt_id] = rollouts
+    return fitting
