@@ -83,7 +83,7 @@ def surrogates(
     ratio: Float[Array | np.ndarray, "*B T"], advantages: Float[Array | np.ndarray, "*B T"], low: Any, high: Any
 ) -> tuple[Float[Array, "*B T"], Float[Array, "*B T"]]:
     """Computes -rho A, and the same with rho clipped to [low, high]; PPO takes the larger of them."""
-    return -ratio * advantages, -jnp.clip(ratio, low, high) * advantages
+    return jnp.multiply(-ratio, advantages), -jnp.clip(ratio, low, high) * advantages
 
 
 def ppo(config: LossConfig, ratio: Tokens, logprobs: Tokens, advantages: Tokens) -> TokenLoss:
