@@ -247,8 +247,10 @@ class Page {
       return made;
     };
     const text = different.length ? "Where the runs differ" : "The runs have one configuration";
-    get("different").replaceChildren(...(this.runs.length > 1 ? [element("h3", "", text)] : []),
-      ...(different.length ? [wide(different)] : []));
+    const narrow = innerWidth <= 600 && different.length > 0; // a phone opens them
+    const box = element(narrow ? "details" : "div");
+    box.append(...(this.runs.length > 1 ? [element(narrow ? "summary" : "h3", "", text)] : []), ...(different.length ? [wide(different)] : []));
+    get("different").replaceChildren(box);
     const summary = element("summary", "", `${different.length ? "The other keys" : "All keys"} (${same.length})`);
     get("same").replaceChildren(summary, wide(same));
   }
