@@ -207,7 +207,7 @@ def whole_update(architecture: Architecture, options: flags.FlagValues) -> dict[
     )
     worker = UpdateWorker(
         model=None, architecture=to_hf(architecture, "float32"), per_row=1, devices=1,
-        **dataclasses.asdict(minibatch),
+        sizes=dataclasses.asdict(minibatch),
     )  # fmt: skip
     examples = update.make_examples(minibatch, workloads.constant(options.response_tokens), architecture.vocab_size)
     worker.begin(examples)

@@ -29,7 +29,7 @@ from bench.json_subprocess import JsonSubprocess
 from bench.measuring import in_turns
 from bench.options import log
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
-from reinforce_ada_jax.learning.loss import policy_loss
+from reinforce_ada_jax.learning.loss import SampledTokens, policy_loss
 from reinforce_ada_jax.learning.scan_logprobs import TILE, HeadConfig
 from reinforce_ada_jax.learning.token_losses import LossConfig
 from reinforce_ada_jax.policy.logprobs import distribution
@@ -75,10 +75,11 @@ def _loss(statistics_of, hidden, embedding, targets):
     """The whole loss with an entropy bonus, so that XLA can drop no gradient."""
     logprobs, entropy = statistics_of(hidden, embedding, targets)
     advantages = jnp.broadcast_to((jnp.arange(len(targets)) % 2 - 0.5)[:, None], targets.shape)
-    return policy_loss(
-        LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=10.0, aggregation="token-mean", entropy_coefficient=1e-4),
-        logprobs, entropy, old_logprobs=jax.lax.stop_gradient(logprobs) + 0.1, advantages=advantages, mask=targets >= 0,
-    )[0]  # fmt: skip
+    config = LossConfig(
+        clip_low=0.2, clip_high=0.28, dual_clip=10.0, aggregation="token-mean", entropy_coefficient=1e-4
+    )
+    old_logprobs = jax.lax.stop_gradient(logprobs) + 0.1
+    return policy_loss(config, logprobs, entropy, SampledTokens(old_logprobs, advantages, targets >= 0))[0]
 
 
 class LossWorker:

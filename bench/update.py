@@ -19,7 +19,7 @@ from bench import command_line, inputs, models, workloads
 from bench.json_subprocess import JsonSubprocess
 from bench.measuring import in_turns
 from bench.options import check_baseline, log
-from bench.update_worker import LEARNING
+from bench.update_worker import LEARNING, Sizes
 from bench.workloads import Lengths
 from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.policy.architecture import Architecture, to_hf
@@ -39,27 +39,6 @@ PEAK_FLOPS = {
     "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12, "TPU v4": 275e12, "TPU v5 lite": 197e12,
     "TPU v5p": 459e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of the minibatch.
-
-    Attributes:
-      rows: number of responses.
-      prompt_tokens: of each prompt.
-      response_tokens: of the longest response; rows are padded to it.
-      micro_batches: of both programs.
-      dtype: of the products; weights, moments and sums are float32.
-      seed: of the tokens, and of random weights.
-    """
-
-    rows: int
-    prompt_tokens: int
-    response_tokens: int
-    micro_batches: int
-    dtype: str = "float32"
-    seed: int = 0
 
 
 def make_examples(sizes: Sizes, lengths: Lengths, vocab_size: int) -> list[dict[str, Any]]:
@@ -124,7 +103,7 @@ def _learner(
     process = JsonSubprocess(name, command, **environment, **_threads(threads))
     description = process.ask(
         "load", model=None if model is None else str(model), architecture=to_hf(architecture, "float32"),
-        per_row=per_row, devices=devices, **dataclasses.asdict(sizes),
+        per_row=per_row, devices=devices, sizes=dataclasses.asdict(sizes),
     )  # fmt: skip
     return process, description
 

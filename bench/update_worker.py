@@ -6,6 +6,7 @@
 {"command": "run"}                       -> {"seconds", "loss", "grad_norm", "put_s", "dispatch_s", ...}, one update
 """
 
+import dataclasses
 import gc
 import pathlib
 import time
@@ -34,6 +35,27 @@ LEARNING: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of the minibatch.
+
+    Attributes:
+      rows: number of responses.
+      prompt_tokens: of each prompt.
+      response_tokens: of the longest response; rows are padded to it.
+      micro_batches: of both programs.
+      dtype: of the products; weights, moments and sums are float32.
+      seed: of the tokens, and of random weights.
+    """
+
+    rows: int
+    prompt_tokens: int
+    response_tokens: int
+    micro_batches: int
+    dtype: str = "float32"
+    seed: int = 0
+
+
 class UpdateWorker:
     """A learner, its state and the minibatch."""
 
@@ -42,31 +64,26 @@ class UpdateWorker:
         *,
         model: str | None,
         architecture: dict[str, Any],
-        dtype: str,
-        rows: int,
-        micro_batches: int,
+        sizes: dict[str, Any],
         per_row: int,
-        prompt_tokens: int,
-        response_tokens: int,
         devices: int,
-        seed: int,
     ):
-        self.rows, self.per_row = rows, per_row
-        self.prompt_tokens, self.response_tokens = prompt_tokens, response_tokens
+        """`sizes` has the fields of `Sizes`."""
+        self.sizes, self.per_row = Sizes(**sizes), per_row
         mesh = mesh_lib.make_mesh(data=devices)
         config = Config(
-            seed=seed,
-            model=ModelConfig(compute_dtype=dtype),
+            seed=self.sizes.seed,
+            model=ModelConfig(compute_dtype=self.sizes.dtype),
             collection=CollectionConfig(group_size=1),
             learning=LearningConfig(
-                prompts_per_update=rows, micro_batches=micro_batches, responses_per_row=per_row, warmup_updates=1,
-                **LEARNING,
+                prompts_per_update=self.sizes.rows, micro_batches=self.sizes.micro_batches, responses_per_row=per_row,
+                warmup_updates=1, **LEARNING,
             ),
             mesh=MeshConfig(data=devices),
         )  # fmt: skip
         self.learner = Learner(from_hf(architecture), config, mesh)
         if model is None:
-            params = transformer.init(self.learner.architecture, jax.random.key(seed), mesh)
+            params = transformer.init(self.learner.architecture, jax.random.key(self.sizes.seed), mesh)
         else:
             params = huggingface.load(pathlib.Path(model), mesh, jnp.float32)[1]
         self.params: Params = jax.block_until_ready(params)
@@ -95,9 +112,9 @@ class UpdateWorker:
         micro_rows = self.learner.micro_rows if leave_out else None
         return make_batch(
             made,
-            max_prompt_tokens=self.prompt_tokens,
-            max_response_tokens=self.response_tokens,
-            num_rows=self.rows,
+            max_prompt_tokens=self.sizes.prompt_tokens,
+            max_response_tokens=self.sizes.response_tokens,
+            num_rows=self.sizes.rows,
             per_row=per_row,
             micro_rows=micro_rows,
         )
@@ -105,7 +122,7 @@ class UpdateWorker:
     def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
         """Log-probabilities of each response's tokens."""
         batch = self.learner.put(self._batch(examples, per_row=1))
-        scored = np.asarray(self.learner.score(self.params, batch)).reshape(self.rows, -1)
+        scored = np.asarray(self.learner.score(self.params, batch)).reshape(self.sizes.rows, -1)
         return {"logprobs": [row[: len(one["response"])].tolist() for row, one in zip(scored, examples, strict=False)]}
 
     def begin(self, examples: list[dict[str, Any]], leave_out: bool = False) -> dict[str, int]:

@@ -12,6 +12,7 @@ table is stored there as table.md.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,20 @@ from reinforce_ada_jax.files import buckets, local_copy
 
 if TYPE_CHECKING:
     from reinforce_ada_jax.evaluation.stored_evaluation import StoredEvaluation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of the command beside the configuration, by their names."""
+
+    workdir: str | None = None
+    model: str | None = None
+    benchmarks: Sequence[str] = ()
+    samples: int | None = None
+    output: str | None = None
+    regrade: bool = False
+    initial: str | None = None
+    dry_run: bool = False
 
 
 def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -> Config:
@@ -45,42 +60,34 @@ def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -
     return config
 
 
-def main(
-    config: Config,
-    workdir: str | None,
-    model: str | None,
-    benchmarks: Sequence[str],
-    samples: int | None,
-    output: str | None = None,
-    regrade: bool = False,
-    initial: str | None = None,
-    *,
-    dry_run: bool = False,
-) -> None:
+def main(config: Config, options: Options) -> None:
     """Evaluates, or grades stored responses again; prints and writes the table and the results."""
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.evaluation import stored_evaluation
     from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
     from reinforce_ada_jax.training import components as components_lib
 
+    workdir, model, regrade = options.workdir, options.model, options.regrade
     with contextlib.ExitStack() as stack:
         with cli.user_input():
             if (workdir is None) == (model is None):
                 raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
             if regrade and processes.count() > 1:
                 raise ValueError(f"--regrade reads no model: start it in one process, not in {processes.count()}.")
-            if dry_run and regrade:
+            if options.dry_run and regrade:
                 raise ValueError("--dry_run checks what would be drawn, and --regrade draws nothing: drop one of them.")
-            for name, path in {"--workdir": workdir, "--model": model, "--initial": initial}.items():
+            for name, path in {"--workdir": workdir, "--model": model, "--initial": options.initial}.items():
                 check_input(name, path)
             if model is None and not config.model.path:
                 raise ValueError("model.path is empty: name the model that the run trains, --config.model.path=DIR.")
-            if output is not None:
-                check_output("--output", output, folder=True)
-            config = with_flags(config, benchmarks, samples)
+            if options.output is not None:
+                check_output("--output", options.output, folder=True)
+            config = with_flags(config, options.benchmarks, options.samples)
             run = None if workdir is None else stack.enter_context(local_copy.opened(workdir))[0]
-            written = None if output is None else stack.enter_context(local_copy.opened(output, "--output"))[0]
-            before = None if initial is None else buckets.local(initial)
+            written = None
+            if options.output is not None:
+                written = stack.enter_context(local_copy.opened(options.output, "--output"))[0]
+            before = None if options.initial is None else buckets.local(options.initial)
             if run is not None or not regrade:
                 config = components_lib.for_devices(config, run)
             if run is None:
@@ -94,7 +101,7 @@ def main(
             if regrade:
                 evaluation = stored_evaluation.regrade(config, source, written, before)
             else:
-                evaluation = stored_evaluation.evaluate(config, source, written, before, dry_run=dry_run)
+                evaluation = stored_evaluation.evaluate(config, source, written, before, dry_run=options.dry_run)
         if evaluation is not None:
             _write(evaluation, run, model)
         processes.any_of(False)  # until process 0 has written everything
@@ -143,9 +150,16 @@ if __name__ == "__main__":
         from reinforce_ada_jax.distributed import processes
 
         with processes.joined(cluster=DISTRIBUTED.value):
-            main(
-                cli.resolved(CONFIG), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
-                OUTPUT.value, REGRADE.value, INITIAL.value, dry_run=DRY_RUN.value,
-            )  # fmt: skip
+            options = Options(
+                workdir=WORKDIR.value,
+                model=MODEL.value,
+                benchmarks=BENCHMARKS.value,
+                samples=SAMPLES.value,
+                output=OUTPUT.value,
+                regrade=REGRADE.value,
+                initial=INITIAL.value,
+                dry_run=DRY_RUN.value,
+            )
+            main(cli.resolved(CONFIG), options)
 
     cli.run(start)

@@ -72,7 +72,10 @@ def refused_run(tmp_path, capsys, *parts, **changes):
         ([TINY, "--config.collection.stratgy=grpo"], ["key 'collection.stratgy'", "mean 'collection.strategy'"]),
         ([TINY, "--config.colection.strategy=grpo"], ["key 'colection.strategy'", "did you mean 'collection'"]),
         ([TINY, "--config.strategy=grpo"], ["key 'strategy'", "did you mean 'collection.strategy'"]),
-        ([TINY, "--config.zzz=1"], ["key 'zzz'", "a configuration has checkpoint, collection,", "--help describes"]),
+        (
+            [TINY, "--config.zzz=1"],
+            ["key 'zzz'", "a configuration has checkpoint, code, collection,", "--help describes"],
+        ),
         ([TINY, "--config.lora.zzz=1"], ["key 'lora.zzz'", "the section lora has alpha, rank, targets. --help=lora"]),
         (
             [TINY, "--config.num_generations", "8"],
@@ -266,7 +269,7 @@ def test_a_store_under_a_file(tmp_path, capsys):
     model, output = str(components_lib.ASSETS / "cipher"), str(tmp_path / "file" / "output")
     config = tiny(**{"evaluation.benchmarks": (cipher_file(tmp_path / "words.jsonl", 2),), "evaluation.samples": 1})
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(config, None, model, [], None, output)
+        evaluate.main(config, evaluate.Options(model=model, output=output))
     assert ended.value.code == cli.BAD_INPUT
     check_message(capsys.readouterr().err, repr(output), "name another path")
 
@@ -344,19 +347,22 @@ def test_ctrl_c_while_a_command_is_imported(tmp_path):
 # ---- evaluate, export, warm_start ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [(None, None), ("runs/some", "models/some")])
+@pytest.mark.parametrize("given", [{}, {"workdir": "runs/some", "model": "models/some"}])
 def test_evaluate_wants_a_run_or_a_model(capsys, given):
-    check_message(refused(capsys, evaluate.main, tiny(), *given, [], None), "either --workdir", "or --model")
+    text = refused(capsys, evaluate.main, tiny(), evaluate.Options(**given))
+    check_message(text, "either --workdir", "or --model")
 
 
 def test_evaluate_refuses(tmp_path, capsys):
+    def said(config=None, **options):
+        return refused(capsys, evaluate.main, config or tiny(), evaluate.Options(**options))
+
     model = str(components_lib.ASSETS / "cipher")
-    nothing = refused(capsys, evaluate.main, tiny(**{"evaluation.benchmarks": ()}), None, model, [], None)
+    nothing = said(tiny(**{"evaluation.benchmarks": ()}), model=model)
     check_message(nothing, "nothing to evaluate on", "--benchmarks=FILE.jsonl")
-    check_message(refused(capsys, evaluate.main, tiny(), None, model, ["none.jsonl"], None), "no file none.jsonl")
-    check_message(refused(capsys, evaluate.main, tiny(), None, model, [], 0), "evaluation.samples is 0")
-    no_run = refused(capsys, evaluate.main, tiny(), str(tmp_path / "run"), None, [], None)
-    check_message(no_run, "holds no checkpoint", "another --workdir")
+    check_message(said(model=model, benchmarks=["none.jsonl"]), "no file none.jsonl")
+    check_message(said(model=model, samples=0), "evaluation.samples is 0")
+    check_message(said(workdir=str(tmp_path / "run")), "holds no checkpoint", "another --workdir")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -404,11 +410,12 @@ def test_a_dry_run_of_train(tmp_path, capsys):
 
 def test_a_dry_run_of_evaluate(tmp_path, capsys):
     model, output = str(components_lib.ASSETS / "cipher"), str(tmp_path / "out")
-    evaluate.main(tiny(), None, model, [], 4, output, dry_run=True)
+    options = evaluate.Options(model=model, samples=4, output=output, dry_run=True)
+    evaluate.main(tiny(), options)
     config, text = described(capsys)
     assert config.evaluation.samples == 4 and "heldout" in text and "4 each at temperature 1" in text
     with pytest.raises(SystemExit):
-        evaluate.main(tiny(), None, model, [], 4, output, True, dry_run=True)
+        evaluate.main(tiny(), dataclasses.replace(options, regrade=True))
     check_message(capsys.readouterr().err, "--regrade draws nothing")
     assert list(tmp_path.iterdir()) == []
 

@@ -80,18 +80,22 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         verifier returned the wrong number of verdicts.
     """
     strategy = config if isinstance(config, Strategy) else strategies.build(config)
-    prefetch, partial = prefetch or Prefetch(()), partial or {}
+    prefetch = prefetch or Prefetch(())
     _check_ids([*prompts, *prefetch.prompts, *replacements])
+    states = _rollouts(prompts, prefetch.prompts, strategy, estimate_fn)
+    later = [PromptRollouts(prompt, index) for index, prompt in enumerate(replacements, len(states))]
+    for rollouts in (*states, *later):
+        if partial and rollouts.prompt.id in partial:
+            rollouts.resume(partial[rollouts.prompt.id])
     queue = CollectionQueue(
-        _rollouts(prompts, prefetch.prompts, strategy, estimate_fn),
-        replacements,
+        states,
+        later,
         strategy,
         VerificationQueue(verify_fn, deterministic=deterministic, waiting=lambda: _report(queue, on_progress)),
         barrier=barrier,
         speculative=speculative,
         seed=seed,
         iteration=iteration,
-        partial=partial,
     )
     if turns is not None:
         turns.attach(queue, lambda: _report(queue, on_progress))

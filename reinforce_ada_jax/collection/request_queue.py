@@ -3,7 +3,7 @@
 import collections
 import heapq
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import kept_draws
@@ -11,7 +11,7 @@ from reinforce_ada_jax.collection.prompt_rollouts import Phase, PromptRollouts
 from reinforce_ada_jax.collection.speculation import speculative_requests
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.collection.verification import VerificationQueue
-from reinforce_ada_jax.types import PartialRollouts, Prompt, Request, Response
+from reinforce_ada_jax.types import Request, Response
 
 
 class CollectionQueue:
@@ -26,7 +26,7 @@ class CollectionQueue:
     def __init__(
         self,
         prompts: Sequence[PromptRollouts],
-        replacements: Sequence[Prompt],
+        replacements: Sequence[PromptRollouts],
         strategy: Strategy,
         verification: VerificationQueue,
         *,
@@ -34,10 +34,11 @@ class CollectionQueue:
         speculative: bool,
         seed: int,
         iteration: int,
-        partial: Mapping[str, PartialRollouts],
     ):
-        """Arguments as for `collect`; the prompts have distinct ids, and their index is their position."""
-        self._partial = partial
+        """Arguments as for `collect`; the prompts have distinct ids, and their index is their position.
+
+        A prompt, and a replacement, may have draws already, from which it continues.
+        """
         self.prompts = list(prompts)  # in order, and after them the replacements that were opened
         self._by_id = {rollouts.prompt.id: rollouts for rollouts in prompts}
         self._replacements = collections.deque(replacements)
@@ -56,9 +57,6 @@ class CollectionQueue:
 
     def _begin(self, prompts: Sequence[PromptRollouts]) -> None:
         """Continues each prompt from the draws that it has, if any."""
-        for rollouts in prompts:
-            if rollouts.prompt.id in self._partial:
-                rollouts.resume(self._partial[rollouts.prompt.id])
         for rollouts in prompts:
             if rollouts.phase is Phase.SAMPLING:
                 self._put(rollouts)
@@ -198,7 +196,7 @@ class CollectionQueue:
         if rollouts.prefetch or not self._replacements:
             return
         if not kept_draws(rollouts.pool(self._strategy), self._strategy).size:
-            opened = PromptRollouts(self._replacements.popleft(), len(self.prompts))
+            opened = self._replacements.popleft()
             self.prompts.append(opened)
             self._by_id[opened.prompt.id] = opened
             self._begin([opened])

@@ -134,8 +134,10 @@ class Evaluator:
             def on_progress(closed: int, drawn: int, name: str = name, count: int = len(prompts)) -> None:
                 run.stop.check(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
 
-            draw = fixed_draws.from_policy(weights, run.rollouts, config.evaluation, words[name], config, components)
-            drawn = draw(prompts, verify_fn=verify[name], samples=config.evaluation.samples, on_progress=on_progress)
+            draw = fixed_draws.from_policy(
+                weights, run.rollouts, config.evaluation, words[name], config, components, verify[name]
+            )
+            drawn = draw(prompts, samples=config.evaluation.samples, on_progress=on_progress)
             verdicts += [response.verdict for responses in drawn.values() for response in responses]
             difficulties = by_difficulty(known_pass_rates(prompts), drawn)
             results[name] = statistics(drawn.values()) | difficulty_statistics(difficulties)

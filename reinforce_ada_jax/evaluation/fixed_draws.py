@@ -10,8 +10,7 @@ import numpy as np
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn, collect
-from reinforce_ada_jax.collection.trajectories import Trajectories
+from reinforce_ada_jax.collection.collect import VerifyFn, collect
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready
@@ -29,7 +28,7 @@ from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.environments import turn_sampling
 from reinforce_ada_jax.training.reward_check import too_many_failed
 from reinforce_ada_jax.training.sharded_collection import draw_everywhere
-from reinforce_ada_jax.types import Prompt, Response, Verdict
+from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
 # Prompts are drawn in chunks of this many responses per slot. The token arrays of a chunk are held until its end, and
 # slots are idle only at the end of a chunk: about 1/64 of the work.
@@ -39,30 +38,26 @@ Pairs = list[tuple[Prompt, Response]]
 
 def draw(
     prompts: Sequence[Prompt],
-    sample_fn: SampleFn,
+    collect_fn: Callable[..., list[Pool]],
     verify_fn: VerifyFn,
     samples: int,
     *,
     slots: int,
-    deterministic: bool,
     store: ResponseStore | None = None,
     decode: Callable[[np.ndarray], str] = str,
-    turns: Trajectories | None = None,
     on_progress: Callable[[int, int], None],
 ) -> GradedResponses:
     """Returns `samples` graded responses of every prompt, in the order of the prompts.
 
     Args:
       prompts: with distinct ids.
-      sample_fn: as for `collect`, as are verify_fn and deterministic; called once per chunk of prompts.
-      verify_fn: grades responses.
+      collect_fn: `collect` with its sampler; called once per chunk of prompts.
+      verify_fn: as for `collect`.
       samples: responses per prompt.
       slots: responses that are decoded at the same time, by all processes.
-      deterministic: the order of events must not depend on time.
       store: opened for writing; gets each response of this process as soon as it is graded; in process 0, those of
         the others at the end of a chunk.
       decode: tokens to the text that is stored.
-      turns: the queue of turns where responses are trajectories, whose environment then grades.
       on_progress: called with (prompts done, responses drawn) so far; of the newest chunk, those of this process.
 
     Raises:
@@ -71,10 +66,8 @@ def draw(
     drawn: GradedResponses = {}
     pending: collections.deque[tuple[Pairs, list[Verdict] | Future[list[Verdict]]]] = collections.deque()
 
-    graded = verify_fn if turns is None else turns.verdicts
-
     def verify(pairs: Pairs) -> list[Verdict] | Future[list[Verdict]]:
-        pending.append((pairs, graded(pairs)))
+        pending.append((pairs, verify_fn(pairs)))
         return pending[-1][1]
 
     def keep_graded() -> None:
@@ -99,10 +92,8 @@ def draw(
             keep_graded()
             on_progress(first + closed, first * samples + finished)
 
-        collect_fn = functools.partial(
-            collect, sample_fn=sample_fn, verify_fn=verify, deterministic=deterministic, turns=turns, on_progress=report
-        )
-        pools = draw_everywhere(prompts[first : first + size], strategies.fixed(samples), collect_fn)
+        collect_chunk = functools.partial(collect_fn, verify_fn=verify, on_progress=report)
+        pools = draw_everywhere(prompts[first : first + size], strategies.fixed(samples), collect_chunk)
         keep_graded()
         for pool in pools:
             drawn[pool.prompt.id] = list(map(GradedResponse.of, pool.responses, pool.verdicts))
@@ -171,18 +162,23 @@ def from_policy(
     stream: int,
     config: Config,
     components: Components,
+    verify_fn: VerifyFn,
 ) -> Callable[..., GradedResponses]:
-    """Returns `draw` from a policy: of its arguments prompts, verify_fn, samples, store and on_progress remain.
+    """Returns `draw` from a policy: of its arguments prompts, samples, store and on_progress remain.
 
     `settings` is the section with temperature, top_k, top_p and the length limit; `stream` the first word of the
-    addresses of all samples.
+    addresses of all samples. Where responses are trajectories, their environment grades, and not `verify_fn`.
     """
     engine, turns = rollouts.engine, components.trajectories(config, stream, settings.max_response_tokens)
     return functools.partial(
         draw,
-        sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, settings, turns)),
+        collect_fn=functools.partial(
+            collect,
+            sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, settings, turns)),
+            deterministic=components_lib.deterministic(config),
+            turns=turns,
+        ),
+        verify_fn=verify_fn if turns is None else turns.verdicts,
         slots=engine.options.slots * engine.replicas * processes.count(),
-        deterministic=components_lib.deterministic(config),
         decode=components.tokenizer.decode,
-        turns=turns,
     )

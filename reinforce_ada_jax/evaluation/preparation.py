@@ -332,11 +332,10 @@ def _drawn(
         with compilation, writing([store], len(prompts), done, "prompts") as progress:
             ready(progress.phase)
             rollouts = Rollouts(components.engine)
-            draw = fixed_draws.from_policy(params, rollouts, config.sampling, stream(0), config, components)
             verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
+            draw = fixed_draws.from_policy(params, rollouts, config.sampling, stream(0), config, components, verify)
             saved = f"Graded responses are stored in {buckets.origin(files.draws)}"
-            draw = functools.partial(draw, verify_fn=verify, samples=samples)
-            fixed_draws.fill(store, missing, draw, progress, saved)
+            fixed_draws.fill(store, missing, functools.partial(draw, samples=samples), progress, saved)
             store.finish(prompts)
     return store
 
@@ -374,11 +373,9 @@ def prepare(
             huggingface.check_weights(components.folder, components.architecture)
 
     def describe(found: int, missing: int) -> str:
-        policy, read = str(components.folder), [description(source, problems)]
-        sets = {source: (found, missing)}
-        return summary.drawing(
-            config, components, policy, sets, read, samples, config.sampling, files.output, reward=reward
-        )
+        model = summary.model_and_mesh(config, components, str(components.folder))
+        read, sets = [description(source, problems)], {source: (found, missing)}
+        return summary.drawing(model, sets, read, samples, config.sampling, files.output, reward=reward)
 
     if dry_run:
         if processes.is_writer():

@@ -170,8 +170,8 @@ def evaluate(
         str(components.folder) if source.workdir is None else f"{buckets.origin(source.workdir)}, iteration {iteration}"
     )
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
-    drawn_as = (counts, read, settings.samples, settings, output)
-    text = summary.drawing(config, components, policy, *drawn_as, reward=reward)
+    model = summary.model_and_mesh(config, components, policy)
+    text = summary.drawing(model, counts, read, settings.samples, settings, output, reward=reward)
     if processes.is_writer():
         print(summary.dry_run(config, text) if dry_run else text, flush=True)
     if dry_run:
@@ -185,8 +185,10 @@ def evaluate(
             weights = rollouts.decode_weights(params)
             verify = evaluator.verify_fns(components, verifiers, config)
             for name, prompts in missing.items():
-                draw = fixed_draws.from_policy(weights, rollouts, settings, words[name], config, components)
-                draw_this = functools.partial(draw, verify_fn=verify[name], samples=settings.samples)
+                draw = fixed_draws.from_policy(
+                    weights, rollouts, settings, words[name], config, components, verify[name]
+                )
+                draw_this = functools.partial(draw, samples=settings.samples)
                 fixed_draws.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
                 stores[name].finish(benchmarks[name])
     result = _result(output, benchmarks, stores, rates) if processes.is_writer() else None

@@ -7,7 +7,7 @@ from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.policy import invariant
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.invariant import ROWS
-from reinforce_ada_jax.policy.transformer import Params, merge, run
+from reinforce_ada_jax.policy.transformer import Execution, Params, merge, run
 
 
 def invariant_logprobs(
@@ -42,8 +42,8 @@ def invariant_logprobs(
     tokens, positions, lengths = spread(batch.tokens), spread(batch.positions), spread(batch.positions + 1)
     # Of padding, too: the first row of a tile is one of its sequence.
     attend = invariant.packed_attend(spread(start), lengths, count)
-    rowwise = invariant.by_tiles(count)
-    hidden, _, _ = run(model, tokens[:, None], positions[:, None], attend, dtype=jnp.float32, rowwise=rowwise)
+    execution = Execution(jnp.float32, rowwise=invariant.by_tiles(count))
+    hidden, _, _ = run(model, tokens[:, None], positions[:, None], attend, execution=execution)
 
     # Response tokens first, and each predicted one row earlier.
     mask = batch.response_mask.reshape(-1)

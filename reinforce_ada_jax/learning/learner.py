@@ -283,10 +283,7 @@ class Learner:
         behaviour_logprobs = micro.behaviour_logprobs
         if self._loss_config.truncated_is_cap is not None and not self._weighs_all:
             behaviour_logprobs = jnp.where(is_fresh, old_logprobs, behaviour_logprobs)  # a weight of exactly 1
-        loss, means = loss_lib.policy_loss(
-            self._loss_config,
-            logprobs,
-            entropy,
+        sampled = loss_lib.SampledTokens(
             old_logprobs=old_logprobs,
             advantages=micro.advantages,
             mask=micro.response_mask,
@@ -294,8 +291,9 @@ class Learner:
             reference_logprobs=micro.reference_logprobs,
             regularization=micro.regularization,
             segment_one_hot=micro.segment_one_hot(),
-            counts=counts,
-            metric_weights=metric_weights,
+        )
+        loss, means = loss_lib.policy_loss(
+            self._loss_config, logprobs, entropy, sampled, counts=counts, metric_weights=metric_weights
         )
         gap = None
         if micro.old_logprobs is None:

@@ -36,6 +36,28 @@ class Counts(NamedTuple):
     num_rows: Float[Array, ""] | float  # responses that have tokens
 
 
+class SampledTokens(NamedTuple):
+    """Constants of the sampled tokens of a minibatch, or of its part; anything, nan included, where the mask is 0.
+
+    Attributes:
+      old_logprobs: under the policy before the iteration's first update.
+      advantages: of the response, at each of its tokens.
+      mask: True or 1 at tokens of responses.
+      behaviour_logprobs: under the distribution the tokens were sampled from; needed with a cap.
+      reference_logprobs: under the reference policy; without them the metric "kl" is 0.
+      regularization: factors of the tokens' entropy and KL in the loss; None: 1.
+      segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
+    """
+
+    old_logprobs: Tokens
+    advantages: Tokens
+    mask: Mask
+    behaviour_logprobs: Tokens | None = None
+    reference_logprobs: Tokens | None = None
+    regularization: Tokens | None = None
+    segment_one_hot: SegmentOneHot | None = None
+
+
 def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Counts:
     """Counts the tokens of a minibatch and the responses that have any.
 
@@ -134,14 +156,8 @@ def policy_loss(
     config: LossConfig,
     logprobs: Tokens,
     entropy: Tokens,
+    sampled: SampledTokens,
     *,
-    old_logprobs: Tokens,
-    advantages: Tokens,
-    mask: Mask,
-    behaviour_logprobs: Tokens | None = None,
-    reference_logprobs: Tokens | None = None,
-    regularization: Tokens | None = None,
-    segment_one_hot: SegmentOneHot | None = None,
     counts: Counts | None = None,
     metric_weights: Tokens | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
@@ -150,19 +166,13 @@ def policy_loss(
     loss = aggregate(L) - entropy_coefficient aggregate(H) + kl_coefficient aggregate(KL), with L of `policy_terms`, H
     the entropy and KL of `kl_estimate`. H and KL of each token are multiplied by `regularization`.
 
-    Values under the mask may be anything, nan included, and slopes are 0 there.
+    Logprobs and entropies under the mask may be anything, nan included, and slopes are 0 there.
 
     Args:
       config: its settings.
       logprobs: of the sampled tokens, under the policy being updated; differentiated, as is `entropy`.
       entropy: of the policy where it chose them.
-      old_logprobs: under the policy before the iteration's first update.
-      advantages: of the response, at each of its tokens.
-      mask: True or 1 at tokens of responses.
-      behaviour_logprobs: under the distribution the tokens were sampled from; needed with a cap.
-      reference_logprobs: under the reference policy; without them the metric "kl" is 0.
-      regularization: factors of the tokens' entropy and KL in the loss; None: 1.
-      segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
+      sampled: what does not depend on this policy.
       counts: of the whole minibatch, of which these rows may be a part; None: these rows are all.
       metric_weights: factors of the tokens in "entropy" and "approx_kl", where these rows are a sample of the minibatch
         (`metric_weights`); None: 1.
@@ -174,10 +184,11 @@ def policy_loss(
     Raises:
       ValueError: a cap without behaviour_logprobs, a KL coefficient without reference_logprobs, or an unknown name.
     """
+    mask, segment_one_hot, regularization = sampled.mask, sampled.segment_one_hot, sampled.regularization
     sizes = (denominators(mask, segment_one_hot) if counts is None else counts)._asdict()
     terms = policy_terms(
-        config, logprobs, old_logprobs, advantages, mask,
-        behaviour_logprobs=behaviour_logprobs, segment_one_hot=segment_one_hot,
+        config, logprobs, sampled.old_logprobs, sampled.advantages, mask,
+        behaviour_logprobs=sampled.behaviour_logprobs, segment_one_hot=segment_one_hot,
     )  # fmt: skip
 
     def mean(values, aggregation=config.aggregation):
@@ -190,7 +201,7 @@ def policy_loss(
     loss = mean(terms.loss)
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * regularizer(entropy)
-    kl = _kl(config, logprobs, reference_logprobs, mask)
+    kl = _kl(config, logprobs, sampled.reference_logprobs, mask)
     if config.kl_coefficient:
         loss = loss + config.kl_coefficient * regularizer(kl)
     entropies, old_minus_new = entropy, terms.old_minus_new
@@ -211,7 +222,7 @@ def cross_entropy(logprobs: Tokens, weights: Tokens) -> Tokens:
     return -weights * logprobs
 
 
-def clipped_policy_loss(
+def clipped_policy_loss(  # noqa: PLR0913 (public: arrays, and the settings of the loss by name)
     logprobs: Tokens,
     old_logprobs: Tokens,
     advantages: Tokens,
@@ -234,10 +245,8 @@ def clipped_policy_loss(
     config = LossConfig(
         clip_low, clip_high, dual_clip, aggregation, ratio=ratio, truncated_is_cap=truncated_is_cap
     )  # fmt: skip
-    loss, metrics = policy_loss(
-        config, logprobs, jnp.zeros_like(logprobs), old_logprobs=old_logprobs, advantages=advantages, mask=mask,
-        behaviour_logprobs=behaviour_logprobs,
-    )  # fmt: skip
+    sampled = SampledTokens(old_logprobs, advantages, mask, behaviour_logprobs)
+    loss, metrics = policy_loss(config, logprobs, jnp.zeros_like(logprobs), sampled)
     return loss, {name: metrics[name] for name in ("clip_fraction", "dual_clip_fraction", "approx_kl")}
 
 

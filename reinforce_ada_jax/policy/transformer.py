@@ -5,6 +5,7 @@ optax, Orbax and `jax.tree` see nothing but arrays. `merge` gives it its methods
 and is called inside compiled programs only.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,6 +54,24 @@ def unconstrained(x: jax.Array) -> jax.Array:
 def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
     """Computes all rows at a time."""
     return function(*rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How the layers are computed; all choices but `dtype` have the same results up to rounding.
+
+    Attributes:
+      dtype: of activations and matrix products; weights are cast where they are used.
+      remat: of `REMAT`; None: the backward pass finds all of a layer's activations.
+      constrain: sharding constraint of the residual stream before the first layer and after each.
+      rowwise: how everything but attention is computed, row by row of B: at once, or `invariant.by_tiles`, which knows
+        no banks.
+    """
+
+    dtype: DTypeLike
+    remat: str | None = None
+    constrain: ShardingConstraint = unconstrained
+    rowwise: Rowwise = all_rows
 
 
 class Decoder(nnx.Module):
@@ -130,11 +149,8 @@ def run(
     attend: Attend,
     carry: Any = None,
     *,
-    dtype: DTypeLike,
-    remat: str | None = None,
-    constrain: ShardingConstraint = unconstrained,
+    execution: Execution,
     adapter: Int[Array, " B"] | None = None,
-    rowwise: Rowwise = all_rows,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """All layers over `tokens`, scanned.
 
@@ -144,13 +160,9 @@ def run(
       positions: of each token in its own sequence, from 0.
       attend: how a layer's queries meet keys and values; gets and gives back `carry`, and gives what to keep per layer.
       carry: e.g. the pages of the cache, updated layer by layer.
-      dtype: of activations and matrix products; weights are cast where they are used.
-      remat: of `REMAT`; None: the backward pass finds all of a layer's activations.
-      constrain: sharding constraint of the residual stream before the first layer and after each.
+      execution: how they are computed.
       adapter: index of each row's adapter in the banks of `model` (`lora.bank`), -1 for none; without effect where
         there are no banks.
-      rowwise: how everything but attention is computed, row by row of B: at once, or `invariant.by_tiles`, which knows
-        no banks.
 
     Returns:
       (hidden states after the final norm, last carry, values of each layer stacked along a leading layer axis).
@@ -161,6 +173,7 @@ def run(
     adapter_rows = None if adapter is None else row_adapters(stacked, adapter)
     is_rotated = np.ones(model.architecture.num_layers, np.int32)
     is_rotated[list(model.architecture.unrotated_layers)] = 0
+    remat, constrain, rowwise = execution.remat, execution.constrain, execution.rowwise
 
     def one_layer(state, inputs):
         x, carry = state
@@ -194,7 +207,7 @@ def run(
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
-    x = constrain(embed(model, tokens).astype(dtype))
+    x = constrain(embed(model, tokens).astype(execution.dtype))
     indices = jnp.arange(model.architecture.num_layers)
     (x, carry), of_layers = jax.lax.scan(one_layer, (x, carry), (stacked, indices))
     return rowwise(lambda x: rms_norm(x, model.final_norm[...], epsilon), x), carry, of_layers
@@ -229,7 +242,7 @@ def hidden_states(
       positions: of each token in its own sequence; None: a row is one sequence, from 0.
       segment_ids: which of its row's sequences a token belongs to; it sees no other. None: a row is one sequence.
       attend: `causal_attend`, or what means the same; it gets `segment_ids` by name.
-      dtype: as for `run`, like `remat` and `constrain`.
+      dtype: as for `Execution`, like `remat` and `constrain`.
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -238,9 +251,7 @@ def hidden_states(
         tokens,
         positions,
         functools.partial(attend, segment_ids=segment_ids),
-        dtype=dtype,
-        remat=remat,
-        constrain=constrain,
+        execution=Execution(dtype, remat, constrain),
     )[0]
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.policy.quantization import Quantized
-from reinforce_ada_jax.policy.transformer import Decoder, run
+from reinforce_ada_jax.policy.transformer import Decoder, Execution, run
 from reinforce_ada_jax.sampling.page_writes import write_tokens
 from reinforce_ada_jax.sampling.paged_attention import (
     Pages,
@@ -168,6 +168,7 @@ def prefill_chunk(
         return mixed[:, None], pools, None
 
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]
-    rowwise, adapter = choose_rowwise(backend, chunk.wanted), jnp.where(chunk.wanted, adapters[chunk.row], -1)
-    _, pools, _ = run(model, tokens, positions, attend, pools, dtype=options.dtype, adapter=adapter, rowwise=rowwise)
+    execution = Execution(options.dtype, rowwise=choose_rowwise(backend, chunk.wanted))
+    adapter = jnp.where(chunk.wanted, adapters[chunk.row], -1)
+    _, pools, _ = run(model, tokens, positions, attend, pools, execution=execution, adapter=adapter)
     return pools, cached

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
+from reinforce_ada_jax.policy.transformer import Decoder, Execution, causal_attend, head_logits, run
 from reinforce_ada_jax.sampling import admission, draft_choice
 from reinforce_ada_jax.sampling import drafts as drafts_lib
 from reinforce_ada_jax.sampling import pages as pages_lib
@@ -54,7 +54,7 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
         return mixed, carry, (key, value)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    _, _, (keys, values) = run(model, tokens, positions, attend, dtype=dtype)
+    _, _, (keys, values) = run(model, tokens, positions, attend, execution=Execution(dtype))
     last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
     return Prefix(keys=keys, values=values, length=length, last_token=last)
 
@@ -173,10 +173,9 @@ def _forward(
     def next_logprobs(hidden, temperature):
         return token_lib.next_logprobs(head_logits(model, hidden)[:, 0], temperature)
 
-    hidden, pools, _ = run(
-        model, slots.token[:, None], slots.position[:, None], attend, pools,
-        dtype=options.dtype, adapter=adapter, rowwise=rowwise,
-    )  # fmt: skip
+    tokens, positions = slots.token[:, None], slots.position[:, None]
+    execution = Execution(options.dtype, rowwise=rowwise)
+    hidden, pools, _ = run(model, tokens, positions, attend, pools, execution=execution, adapter=adapter)
     return pools, rowwise(next_logprobs, hidden, slots.requests.sampling.temperature)
 
 

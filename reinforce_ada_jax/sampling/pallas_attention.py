@@ -144,11 +144,11 @@ def _tpu_int8_kernel(
     buffers,  # of the same structure: two blocks of pages, [2, block_pages, K, ...]
     arrived,  # [2]
     *,
-    width: int,
     scale: float,
 ):
     """All heads of one slot: online softmax over blocks of pages, the next one copied while one is computed."""
     slot, length = pl.program_id(0), length_ref[pl.program_id(0)]
+    width = table_ref.shape[0] // length_ref.shape[0]
     _, block_pages, kv_heads, page_size, head_dim = buffers[0].values.shape
     block_tokens, group, dtype = block_pages * page_size, query_ref.shape[1], query_ref.dtype
     num_blocks = pl.cdiv(length, block_tokens)
@@ -201,7 +201,7 @@ def _tpu_int8_kernel(
 
 def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int, scale: float, interpret: bool):
     """Returns attention over pages in int8 of all slots, on one device."""
-    (slots, heads, padded_dim), kv_heads, width = query.shape, key_pages.shape[0], table.shape[1]
+    (slots, heads, padded_dim), kv_heads = query.shape, key_pages.shape[0]
     query = query.reshape(slots, kv_heads, heads // kv_heads, padded_dim)
     own = pl.BlockSpec((None, *query.shape[1:]), lambda s, *_: (s, 0, 0, 0))
     pools = (key_pages, value_pages)
@@ -211,7 +211,7 @@ def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int
         return pltpu.VMEM((2, block_pages, heads, *page), pool.dtype)
 
     mixed = pl.pallas_call(
-        functools.partial(_tpu_int8_kernel, width=width, scale=scale),
+        functools.partial(_tpu_int8_kernel, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(slots,),
@@ -233,8 +233,7 @@ def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int
 
 def _gpu_kernel(
     query_ref,  # [rows, H]
-    key_ref,  # [pages, page_size, H], or Quantized
-    value_ref,  # [pages, page_size, H], or Quantized
+    pools,  # keys and values, each [pages, page_size, H], or Quantized; not yet read
     length_ref,  # []
     table_ref,  # [width]
     mixed_ref,  # [rows, H]
@@ -245,7 +244,7 @@ def _gpu_kernel(
 ):
     """One slot, one kv head, one of its splits: softmax numerators times values, their maximum score and their sum."""
     split, num_splits = pl.program_id(2), pl.num_programs(2)
-    page_size, length = key_ref.shape[1], length_ref[...]
+    page_size, length = pools[0].shape[1], length_ref[...]
     query = query_ref[...]
 
     def load(ref, page, offset):
@@ -261,7 +260,7 @@ def _gpu_kernel(
         # Beyond the length, the last live token once more: nothing else is read, so nothing else need be finite.
         token = jnp.minimum(token, length - 1)
         page, offset = table_ref[token // page_size], token % page_size
-        (key, key_scale), (value, value_scale) = (load(ref, page, offset) for ref in (key_ref, value_ref))
+        (key, key_scale), (value, value_scale) = (load(ref, page, offset) for ref in pools)
         # HIGHEST keeps float32 products whole (Triton's own choice is TF32); it means nothing for bfloat16.
         dot = functools.partial(jnp.dot, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         scores = jnp.where(live[None], dot(query, key.T) * (scale * key_scale)[None], NO_SCORE)
@@ -325,7 +324,7 @@ def pallas_gpu(
         mixed, max_score, total = pl.pallas_call(
             functools.partial(_gpu_kernel, scale=scale),
             grid=(slots, kv_heads, splits),
-            in_specs=[one_query, pool, pool, one_length, one_table],
+            in_specs=[one_query, (pool, pool), one_length, one_table],
             out_specs=[part(rows, padded_dim), part(rows), part(rows)],
             out_shape=[
                 jax.ShapeDtypeStruct((*shape, padded_dim), jnp.float32),
@@ -335,7 +334,7 @@ def pallas_gpu(
             compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
             interpret=interpret,
             name="paged_attention",
-        )(query, key_pages, value_pages, lengths, table)
+        )(query, (key_pages, value_pages), lengths, table)
         weight = jnp.exp(max_score - max_score.max(axis=2, keepdims=True))
         total = jnp.sum(total * weight, axis=2)
         mixed = jnp.sum(mixed * weight[..., None], axis=2) / jnp.where(total > 0, total, 1)[..., None]

@@ -61,9 +61,7 @@ def _axes(mesh: Mesh) -> str:
 
 
 def drawing(
-    config: Config,
-    components: Components,
-    who: str,
+    model: Sequence[str],
     counts: Mapping[str, tuple[int, int]],
     read: Sequence[str],
     samples: int,
@@ -75,9 +73,7 @@ def drawing(
     """Returns the summary of the draws that `evaluate` or `prepare` will make.
 
     Args:
-      config: of the command.
-      components: made of it.
-      who: whose weights.
+      model: lines of `model_and_mesh`.
       counts: by set, problems and how many of them are still to be drawn.
       read: a line on the columns of each source.
       samples: responses a problem.
@@ -91,7 +87,7 @@ def drawing(
     ]
     return "\n".join(
         [
-            *model_and_mesh(config, components, who),
+            *model,
             *(f"read        {line}" for line in read),
             f"problems    {', '.join(sets)}",
             f"responses   {samples} each at temperature {sampling.temperature:g}, top_k {sampling.top_k}, top_p "

@@ -19,7 +19,10 @@ ENGINE = {"sampling.slots": 4, "sampling.window": 4}  # of all commands here: th
 
 
 def run(benchmark, output, *, samples=2, regrade=False, initial=None, **changes):
-    evaluate.main(tiny(**ENGINE | changes), None, MODEL, [benchmark], samples, str(output), regrade, initial)
+    options = evaluate.Options(
+        model=MODEL, benchmarks=[benchmark], samples=samples, output=str(output), regrade=regrade, initial=initial
+    )
+    evaluate.main(tiny(**ENGINE | changes), options)
 
 
 @pytest.fixture
@@ -227,7 +230,8 @@ def test_what_else_is_refused(tmp_path, capsys):
     tokenizer["model"]["vocab"]["€"] = 133
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        evaluate.main(tiny(), None, str(folder), [benchmark], 1, str(output))
+        options = evaluate.Options(model=str(folder), benchmarks=[benchmark], samples=1, output=str(output))
+        evaluate.main(tiny(), options)
     assert "has 134 tokens, the model's embedding only 133 rows" in capsys.readouterr().err
     assert not output.exists()
 
@@ -250,7 +254,7 @@ def test_a_run_is_evaluated_with_its_own_configuration(tmp_path, capsys):
 
     def said(regrade=False, **changes):
         with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-            evaluate.main(tiny(**changes), str(tmp_path), None, [], None, None, regrade)
+            evaluate.main(tiny(**changes), evaluate.Options(workdir=str(tmp_path), regrade=regrade))
         return capsys.readouterr().err
 
     different = said(**{"seed": 1, "data.template": "chat", "reward.kind": "math", "mesh.data": 2})

@@ -50,7 +50,7 @@ def test_benchmarks_of_one_name_are_refused(monkeypatch):
 
 
 def test_benchmarks_with_equal_ids_are_drawn_independently(monkeypatch, tmp_path):
-    def from_policy(params, rollouts, settings, stream, config, components):
+    def from_policy(params, rollouts, settings, stream, config, components, verify_fn):
         def draw(prompts, **_):
             for prompt in prompts:
                 addresses[stream, prompt.id] += 1

@@ -1,9 +1,11 @@
+import functools
 import json
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.evaluation import fixed_draws
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, ResponseStore
 from reinforce_ada_jax.types import Prompt, Response, Verdict
@@ -23,6 +25,10 @@ def scripted(queue):
         ]
 
 
+def collecting(sample_fn):
+    return functools.partial(collect, sample_fn=sample_fn, deterministic=True)
+
+
 def verify(pairs):
     return [Verdict(response.draw == int(prompt.id) % 2, 1.0) for prompt, response in pairs]
 
@@ -40,7 +46,7 @@ def test_draw(tmp_path, monkeypatch, verify_fn, at_once):
     progress = []
     with ResponseStore(tmp_path / "set.jsonl", HEADER) as store:
         drawn = fixed_draws.draw(
-            prompts(5), scripted, verify_fn, 2, slots=4, deterministic=True, store=store,
+            prompts(5), collecting(scripted), verify_fn, 2, slots=4, store=store,
             decode=lambda tokens: "/".join(map(str, tokens)), on_progress=lambda *counts: progress.append(counts),
         )  # fmt: skip
     expected = {
@@ -63,8 +69,6 @@ def test_what_is_graded_is_stored_while_the_rest_is_drawn(tmp_path):
             yield finished
 
     with pytest.raises(KeyboardInterrupt), ResponseStore(tmp_path / "set.jsonl", HEADER) as store:
-        fixed_draws.draw(
-            prompts(5), dying, verify, 2, slots=4, deterministic=True, store=store, on_progress=lambda *_: None
-        )
+        fixed_draws.draw(prompts(5), collecting(dying), verify, 2, slots=4, store=store, on_progress=lambda *_: None)
     # Six responses came back: those of three prompts.
     assert list(ResponseStore(tmp_path / "set.jsonl", HEADER).complete(prompts(5), 2)) == ["0", "1", "2"]

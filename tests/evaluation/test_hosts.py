@@ -41,7 +41,8 @@ def test_two_processes_store_the_evaluation_of_one(tmp_path):
     words = cipher_file(tmp_path / "words.jsonl", 12)
     # With the engine of test_evaluate.py, whose sizes decide nothing.
     engine = {"sampling.slots": 4, "sampling.window": 4}
-    evaluate_lib.main(tiny(**engine), None, "package:cipher", [words], 4, str(tmp_path / "1"))
+    options = evaluate_lib.Options(model="package:cipher", benchmarks=[words], samples=4, output=str(tmp_path / "1"))
+    evaluate_lib.main(tiny(**engine), options)
     spoke, silent = hosts.finished(hosts.start(evaluate(words, tmp_path / "2"), 2, devices=2))
     assert "words" in spoke and "words" not in silent
     one, two = contents(tmp_path / "1"), contents(tmp_path / "2")

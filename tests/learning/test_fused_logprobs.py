@@ -88,7 +88,7 @@ def fused_loss(hidden, head, arrays, counts=None, *, config, **head_settings):
     arrays = dict(arrays)
     head_config = HeadConfig(TEMPERATURE, **head_settings)
     logprobs, entropy = token_logprobs(head_config, hidden, head, arrays.pop("targets"))
-    return loss_lib.policy_loss(config, logprobs, entropy, counts=counts, **arrays)
+    return loss_lib.policy_loss(config, logprobs, entropy, loss_lib.SampledTokens(**arrays), counts=counts)
 
 
 @functools.lru_cache

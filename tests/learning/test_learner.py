@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -19,7 +20,7 @@ from reinforce_ada_jax.config import (
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner
-from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
+from reinforce_ada_jax.learning.loss import LossConfig, aggregate, clipped_policy_loss, denominators, kl_estimate
 from reinforce_ada_jax.learning.update import num_live
 from reinforce_ada_jax.planning import collectives
 from reinforce_ada_jax.policy import lora, transformer
@@ -122,10 +123,7 @@ def shifted(rows):
     return arrays
 
 
-OPTIONS = (
-    "aggregation", "ratio", "truncated_is_cap", "entropy_coefficient", "kl_coefficient", "kl_kind", "clip_low",
-    "clip_high",
-)  # fmt: skip
+DEFAULTS = LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=10.0, aggregation="token-mean")
 
 
 @jax.jit
@@ -141,35 +139,24 @@ def statistics_and_slope(params, tokens, along):
     return found, slope(along)[0]
 
 
-@functools.partial(jax.jit, static_argnames=OPTIONS)
-def naive_loss(  # noqa: PLR0917 (what jax.jit names statically has a place)
-    statistics,
-    arrays,
-    aggregation="token-mean",
-    ratio="token",
-    truncated_is_cap=None,
-    entropy_coefficient=0.0,
-    kl_coefficient=0.0,
-    kl_kind="k3",
-    clip_low=0.2,
-    clip_high=0.28,
-):
+@functools.partial(jax.jit, static_argnames="config")
+def naive_loss(statistics, arrays, config):
     """((loss, metrics), gradient to the log-probabilities and entropies) of the whole minibatch."""
 
     def loss(statistics):
         logprobs, entropy = statistics
         value, metrics = clipped_policy_loss(
-            logprobs, arrays["old"], arrays["advantage"], arrays["mask"], clip_low=clip_low, clip_high=clip_high,
-            dual_clip=10.0, aggregation=aggregation, behaviour_logprobs=arrays["behaviour"],
-            truncated_is_cap=truncated_is_cap, ratio=ratio,
+            logprobs, arrays["old"], arrays["advantage"], arrays["mask"], clip_low=config.clip_low,
+            clip_high=config.clip_high, dual_clip=config.dual_clip, aggregation=config.aggregation,
+            behaviour_logprobs=arrays["behaviour"], truncated_is_cap=config.truncated_is_cap, ratio=config.ratio,
         )  # fmt: skip
         num_tokens, num_rows = denominators(arrays["mask"])
         mean = functools.partial(aggregate, mask=arrays["mask"], num_tokens=num_tokens, num_rows=num_rows)
-        value = value - entropy_coefficient * mean(entropy, aggregation=aggregation)
+        value = value - config.entropy_coefficient * mean(entropy, aggregation=config.aggregation)
         metrics |= {"entropy": mean(entropy, aggregation="token-mean")}
-        if kl_coefficient:
-            kl = kl_estimate(logprobs, arrays["reference"], kl_kind)
-            value = value + kl_coefficient * mean(kl, aggregation=aggregation)
+        if config.kl_coefficient:
+            kl = kl_estimate(logprobs, arrays["reference"], config.kl_kind)
+            value = value + config.kl_coefficient * mean(kl, aggregation=config.aggregation)
             metrics |= {"kl": mean(kl, aggregation="token-mean")}
         return value, metrics | {"loss": value}
 
@@ -180,7 +167,7 @@ def naive(params, tokens, arrays, **options):
     """((loss, metrics), gradient) by whole logits and the whole minibatch's loss; all options share the model's."""
     nothing = np.zeros_like(arrays["mask"])
     statistics, _ = statistics_and_slope(params, tokens, (nothing, nothing))
-    found, along = naive_loss(statistics, arrays, **options)
+    found, along = naive_loss(statistics, arrays, dataclasses.replace(DEFAULTS, **options))
     return found, statistics_and_slope(params, tokens, along)[1]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from reinforce_ada_jax.config import values
 from reinforce_ada_jax.learning.loss import (
+    SampledTokens,
     aggregate,
     clipped_policy_loss,
     denominators,
@@ -471,9 +472,8 @@ def test_regularization_weighs_entropy_and_kl_alone():
 
     def loss(logprobs, entropy):
         weights = np.float32([[0, 0], [2, 2]])
-        return policy_loss(config, logprobs, entropy, **rest, reference_logprobs=logprobs * 3, regularization=weights)[
-            0
-        ]
+        sampled = SampledTokens(**rest, reference_logprobs=logprobs * 3, regularization=weights)
+        return policy_loss(config, logprobs, entropy, sampled)[0]
 
     # -1 for the policy; d = -1 + 3 = 2, so k2 = 2.
     assert loss(logprobs, entropy) == pytest.approx(-1.0 - 0.01 * 2 * 0.9 / 3 + 0.1 * 2 * 2.0 / 3, rel=1e-6)

@@ -24,12 +24,15 @@ def make_case(rows, columns, num_words, *, tied=True, dtype=jnp.float32):
     return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), targets, slopes.astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("tied", "backend", "tile", "mesh", "frozen_head"))
-def both(hidden, head, targets, slopes, *, tied, backend, tile, mesh=None, frozen_head=False):
+def settings(*, backend, **others):
+    return HeadConfig(temperature=0.7, backend=backend, interpret=backend != "scan", **others)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def both(hidden, head, targets, slopes, *, config):
     """((logprob, entropy), (d_hidden, d_head)) of a sum of all outputs, each with a weight of its own."""
 
     def weighted(hidden, head):
-        config = HeadConfig(0.7, tied, mesh, backend, tile, interpret=backend != "scan", frozen_head=frozen_head)
         outputs = token_logprobs(config, hidden, head, targets)
         return sum(jnp.vdot(slope, output) for slope, output in zip(slopes, outputs, strict=True)), outputs
 
@@ -60,8 +63,8 @@ def assert_near(ours, wanted, tolerance=1e-5):
 )
 def test_equals_the_scan(rows, num_words, tied):
     case = make_case(rows, 24, num_words, tied=tied)
-    ours = both(*case, tied=tied, backend="pallas_tpu", tile=(16, 128))
-    assert_near(ours, both(*case, tied=tied, backend="scan", tile=(1024, 1024)))
+    ours = both(*case, config=settings(tied=tied, backend="pallas_tpu", tile=(16, 128)))
+    assert_near(ours, both(*case, config=settings(tied=tied, backend="scan", tile=(1024, 1024))))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +78,10 @@ def test_equals_the_scan(rows, num_words, tied):
 )
 def test_a_frozen_head_has_no_gradient(backend, tile, axes):
     case, mesh = make_case(32, 24, 300), make_mesh(**axes) if axes else None
-    outputs, (d_hidden, d_head) = both(*case, tied=True, backend=backend, tile=tile, mesh=mesh)
-    frozen, (d_same, d_none) = both(*case, tied=True, backend=backend, tile=tile, mesh=mesh, frozen_head=True)
+    outputs, (d_hidden, d_head) = both(*case, config=settings(tied=True, backend=backend, tile=tile, mesh=mesh))
+    frozen, (d_same, d_none) = both(
+        *case, config=settings(tied=True, backend=backend, tile=tile, mesh=mesh, frozen_head=True)
+    )
     assert_near((frozen, d_same), (outputs, d_hidden), 1e-6)
     assert np.abs(d_head).max() > 0.1 and not d_none.any()
 
@@ -88,9 +93,12 @@ def test_a_frozen_head_has_no_gradient(backend, tile, axes):
 )
 def test_the_whole_vocabulary_of_a_published_model(dtype, tolerance):
     hidden, head, *rest = make_case(9, 8, 151_936, dtype=dtype)
-    ours = both(hidden, head, *rest, tied=True, backend="pallas_tpu", tile=(8, 16_384))
+    ours = both(hidden, head, *rest, config=settings(tied=True, backend="pallas_tpu", tile=(8, 16_384)))
     outputs, gradients = both(
-        hidden.astype(jnp.float32), head.astype(jnp.float32), *rest, tied=True, backend="scan", tile=(16, 50_000)
+        hidden.astype(jnp.float32),
+        head.astype(jnp.float32),
+        *rest,
+        config=settings(tied=True, backend="scan", tile=(16, 50_000)),
     )
     assert_near(ours, (outputs, jax.tree.map(lambda x: x.astype(dtype), gradients)), tolerance)
 
@@ -98,16 +106,18 @@ def test_the_whole_vocabulary_of_a_published_model(dtype, tolerance):
 def test_a_float32_head_beside_bfloat16_states():
     hidden, head, *rest = make_case(19, 24, 300)
     case = hidden.astype(jnp.bfloat16), head, *rest
-    outputs, (d_hidden, d_head) = both(*case, tied=True, backend="pallas_tpu", tile=(16, 128))
+    outputs, (d_hidden, d_head) = both(*case, config=settings(tied=True, backend="pallas_tpu", tile=(16, 128)))
     assert d_hidden.dtype == jnp.bfloat16 and d_head.dtype == jnp.float32
-    assert_near((outputs, (d_hidden, d_head)), both(*case, tied=True, backend="scan", tile=(16, 128)), 5e-3)
+    assert_near(
+        (outputs, (d_hidden, d_head)), both(*case, config=settings(tied=True, backend="scan", tile=(16, 128))), 5e-3
+    )
 
 
 def test_large_logits_stay_finite():
     hidden, head, *rest = make_case(19, 24, 300)
     case = hidden * 1e4, head, *rest  # exp of one is inf in float32
-    ours = both(*case, tied=True, backend="pallas_tpu", tile=(16, 128))
-    assert_near(ours, both(*case, tied=True, backend="scan", tile=(16, 128)), 1e-4)
+    ours = both(*case, config=settings(tied=True, backend="pallas_tpu", tile=(16, 128)))
+    assert_near(ours, both(*case, config=settings(tied=True, backend="scan", tile=(16, 128))), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +125,8 @@ def test_large_logits_stay_finite():
 )
 def test_one_device_equals_eight(axes):
     case = make_case(20, 24, 600)
-    ours = both(*case, tied=True, backend="pallas_tpu", tile=(8, 128), mesh=make_mesh(**axes))
-    assert_near(ours, both(*case, tied=True, backend="scan", tile=(1024, 1024)))
+    ours = both(*case, config=settings(tied=True, backend="pallas_tpu", tile=(8, 128), mesh=make_mesh(**axes)))
+    assert_near(ours, both(*case, config=settings(tied=True, backend="scan", tile=(1024, 1024))))
 
 
 # ---- with the compiler -------------------------------------------------------------------------------------------

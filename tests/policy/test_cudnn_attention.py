@@ -21,7 +21,9 @@ def test_sequences_of_packed_rows():
     np.testing.assert_array_equal(first, [[0, 3, 4, -1], [0, 1, -1, -1], [-1, -1, 0, -1]])
 
 
-def as_cudnn_reads(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
+def as_cudnn_reads(  # noqa: PLR0913 (as the function that it replaces)
+    query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type
+):
     """Attention of the sequences that JAX gives cuDNN, as flat lists of lengths and offsets, counted in numbers."""
     assert mask_type == cudnn.MaskType.PADDING_CAUSAL
     rows, length, heads, head_dim = query.shape

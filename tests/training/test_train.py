@@ -477,7 +477,7 @@ def test_export_refuses(unbroken, exported, capsys, iteration, name, message):
 def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     (workdir / "evaluations" / "000008.json").unlink()
-    evaluate.main(saved_config(workdir), str(workdir), None, [], None)
+    evaluate.main(saved_config(workdir), evaluate.Options(workdir=str(workdir)))
     # A copy of a checkpoint is the same one, and no other is.
     assert recorded(workdir, 8) == recorded(unbroken[0], 8) != recorded(unbroken[0], 5)
     kept = workdir / "evaluations" / "000008"
@@ -501,7 +501,7 @@ def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, t
     streams = evaluator.streams
     monkeypatch.setattr(evaluator, "streams", lambda benchmarks, _: streams(benchmarks, 8))
     monkeypatch.chdir(tmp_path)
-    evaluate.main(saved_config(unbroken[0]), None, str(exported), [], None)
+    evaluate.main(saved_config(unbroken[0]), evaluate.Options(model=str(exported)))
     line = writers.read_metrics(unbroken[0])[-1]
     results = json.loads((tmp_path / "evaluations" / exported.name / "results.json").read_text())
     assert results["evaluation/heldout/avg"] == line["evaluation/heldout/avg"]

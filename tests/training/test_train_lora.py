@@ -135,7 +135,7 @@ def test_evaluate_gives_the_figures_of_a_run_of_adapters(unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     file = workdir / "evaluations" / "000004.json"
     file.unlink()
-    evaluate.main(saved_config(workdir), str(workdir), None, [], None)
+    evaluate.main(saved_config(workdir), evaluate.Options(workdir=str(workdir)))
     assert file.read_text() == (unbroken[0] / "evaluations" / "000004.json").read_text()
 
 

@@ -49,7 +49,7 @@ def test_demonstrations_as_rows():
 
 def heldout(folder, output):
     """(avg@16, its standard error), as the command keeps them."""
-    evaluate.main(tiny(), None, str(folder), [], None, str(output))
+    evaluate.main(tiny(), evaluate.Options(model=str(folder), output=str(output)))
     results = json.loads((output / "results.json").read_text())
     return results["evaluation/heldout/avg"], results["evaluation/heldout/avg_standard_error"]
 
