@@ -24,12 +24,14 @@ from reinforce_ada_jax.config.settings import (
     INSTRUCTION,
     SYSTEM,
     CheckpointConfig,
+    CodeConfig,
     CollectionConfig,
     Config,
     DataConfig,
     EnvironmentConfig,
     EstimatorConfig,
     EvaluationConfig,
+    JudgeConfig,
     LearningConfig,
     LoggingConfig,
     LoraConfig,
@@ -41,10 +43,10 @@ from reinforce_ada_jax.config.settings import (
 )
 
 __all__ = [
-    "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "SYSTEM", "CheckpointConfig", "CollectionConfig",
-    "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig",
-    "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "SftConfig", "check",
-    "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten", "from_json", "least_pages",
-    "longest_prompt", "longest_response", "longest_turn", "packaged", "read", "replaced", "resolve", "settings",
-    "to_json", "validate", "with_saved_dtype",
+    "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "SYSTEM", "CheckpointConfig", "CodeConfig", "CollectionConfig",
+    "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "JudgeConfig",
+    "LearningConfig", "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig",
+    "SftConfig", "check", "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten", "from_json",
+    "least_pages", "longest_prompt", "longest_response", "longest_turn", "packaged", "read", "replaced", "resolve",
+    "settings", "to_json", "validate", "with_saved_dtype",
 ]  # fmt: skip

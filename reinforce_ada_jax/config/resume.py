@@ -16,7 +16,7 @@ RESUMABLE = (
     *("iterations", "checkpoint", "evaluation", "logging", "sft.validation"),
     *("sampling.check_invariants", "learning.non_finite", "learning.max_skipped"),
     *("environment.max_failed", "reward.max_failed"),
-    *("reward.judge_url", "reward.judge_retries", "reward.judge_key_variable"),
+    *("judge.url", "judge.key_variable"),
 )
 # What an evaluation of a run must have in common with it. `evaluation` and everything that only changes speed is free.
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction", "data.date")

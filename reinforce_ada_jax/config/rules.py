@@ -134,45 +134,43 @@ def own_code_has_workers(config: Config) -> None:
 
 
 def a_test_fits_the_grading(config: Config) -> None:
-    """With the kind code, code_wall_s is at least a second below time_limit_s."""
-    reward = config.reward
-    if "code" in kinds(config) and reward.code_wall_s + 1.0 > reward.time_limit_s:
+    """With the kind code, twice code.processor_s is at least a second below reward.time_limit_s."""
+    limit = config.reward.time_limit_s
+    if "code" in kinds(config) and config.code.wall_s + 1.0 > limit:
         raise ValueError(
-            f"reward.code_wall_s is {reward.code_wall_s:g} and reward.time_limit_s {reward.time_limit_s:g}: the "
-            "grading would be killed before a slow program is. Raise time_limit_s, or lower code_wall_s."
+            f"code.processor_s is {config.code.processor_s}, so that a test may take {config.code.wall_s:g} s, and "
+            f"reward.time_limit_s is {limit:g}: the grading would be killed before a slow program is. Raise "
+            "reward.time_limit_s, or lower code.processor_s."
         )
 
 
 def a_judge_is_complete(config: Config) -> None:
-    """The kind judge needs judge_url and judge_model, a parser with one group, a range, and parameters as JSON."""
-    reward = config.reward
+    """The kind judge needs a url and a model, a parser with one group, a range, and parameters as JSON."""
+    judge = config.judge
     if "judge" not in kinds(config):
         return
-    address = urllib.parse.urlsplit(reward.judge_url)
+    address = urllib.parse.urlsplit(judge.url)
     if address.scheme not in ("http", "https") or not address.hostname or address.username or address.query:
         raise ValueError(
-            "reward.judge_url must be http(s)://HOST[:PORT]/v1, without a user and a query: it is written to the work "
-            "directory. The API key belongs in the environment variable that reward.judge_key_variable names."
+            "judge.url must be http(s)://HOST[:PORT]/v1, without a user and a query: it is written to the work "
+            "directory. The API key belongs in the environment variable that judge.key_variable names."
         )
-    if not reward.judge_model:
+    if not judge.model:
+        raise ValueError("judge.model is empty: name the model of the endpoint, --config.judge.model=NAME.")
+    if not judge.score.startswith("json:") and _groups(judge.score) != 1:
         raise ValueError(
-            "reward.judge_model is empty: name the model of the endpoint, --config.reward.judge_model=NAME."
+            f"judge.score is {judge.score!r}; it must be a regular expression with one group, or json:FIELD."
         )
-    if not reward.judge_score.startswith("json:") and _groups(reward.judge_score) != 1:
-        raise ValueError(
-            f"reward.judge_score is {reward.judge_score!r}; it must be a regular expression with one group, or "
-            "json:FIELD."
-        )
-    if len(reward.judge_range) != 2 or not reward.judge_range[0] < reward.judge_range[1]:
-        raise ValueError(f"reward.judge_range is {reward.judge_range}; it must be two numbers, the lower one first.")
+    if len(judge.range) != 2 or not judge.range[0] < judge.range[1]:
+        raise ValueError(f"judge.range is {judge.range}; it must be two numbers, the lower one first.")
     try:
-        parameters = json.loads(reward.judge_parameters)
+        parameters = json.loads(judge.parameters)
     except (ValueError, RecursionError):
         parameters = None
     if not isinstance(parameters, dict) or {"model", "messages", "stream", "n"} & set(parameters):
         raise ValueError(
-            f"reward.judge_parameters is {reward.judge_parameters!r:.200}; it must be a JSON object without model, "
-            "messages, stream and n."
+            f"judge.parameters is {judge.parameters!r:.200}; it must be a JSON object without model, messages, stream "
+            "and n."
         )
 
 

@@ -122,37 +122,47 @@ class RewardConfig:
         1.0, "Penalty of a correct response at the length limit, relative to the other correct ones of its prompt; it "
         "grows linearly over overlong_tokens.", values.NOT_NEGATIVE_FINITE,
     )  # fmt: skip
-    code_max_tests: int = setting(
-        32, "code: tests of a problem that are run, from the first on; 0: all.", values.NOT_NEGATIVE
-    )
-    code_processor_s: int = setting(2, "code: processor seconds of each process that a test starts.", values.AT_LEAST_1)
-    code_wall_s: float = setting(4.0, "code: seconds for one test.", values.POSITIVE, rule="a_test_fits_the_grading")
-    code_memory_mib: int = setting(1024, "code: memory of all processes of a test.", values.AT_LEAST_1)
-    code_files_mib: int = setting(16, "code: files that a test may write.", values.AT_LEAST_1)
-    code_processes: int = setting(16, "code: processes and threads of a test at a time.", values.AT_LEAST_1)
-    judge_url: str = setting(
-        "", "judge: OpenAI-compatible endpoint, such as http://localhost:8000/v1.", rule="a_judge_is_complete"
-    )
-    judge_model: str = setting("", "judge: name of the model there.", rule="a_judge_is_complete")
-    judge_template: str = setting(
-        "", "judge: file with the jinja2 template of the request, or its text, with {{ problem }}, {{ response }}, "
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodeConfig:
+    """Limits of the reward code, which runs programs against tests (docs/how_to/code.md)."""
+
+    max_tests: int = setting(32, "Tests of a problem that are run, from the first on; 0: all.", values.NOT_NEGATIVE)
+    processor_s: int = setting(
+        2, "Processor seconds of each process that a test starts; a test ends after twice as many seconds.",
+        values.AT_LEAST_1, rule="a_test_fits_the_grading",
+    )  # fmt: skip
+    memory_mib: int = setting(1024, "Memory of all processes of a test.", values.AT_LEAST_1)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds for one test. Busy cores must not decide a verdict, so they are more than the processor seconds."""
+        return 2.0 * self.processor_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """The reward judge: a model behind an OpenAI-compatible endpoint gives scores (docs/how_to/judge.md)."""
+
+    url: str = setting("", "Endpoint, such as http://localhost:8000/v1.", rule="a_judge_is_complete")
+    model: str = setting("", "Name of the model there.", rule="a_judge_is_complete")
+    template: str = setting(
+        "", "File with the jinja2 template of the request, or its text, with {{ problem }}, {{ response }}, "
         "{{ answer }} and other columns; empty: a general one.",
     )  # fmt: skip
-    judge_score: str = setting(
-        r"(?im)^\W*score\W*(-?\d+(?:\.\d+)?)", "judge: regular expression whose group is the score, in its last match; "
-        "or json:FIELD.", rule="a_judge_is_complete",
+    score: str = setting(
+        r"(?im)^\W*score\W*(-?\d+(?:\.\d+)?)", "Regular expression whose group is the score, in its last match; or "
+        "json:FIELD.", rule="a_judge_is_complete",
     )  # fmt: skip
-    judge_range: tuple[float, ...] = setting(
-        (0.0, 10.0), "judge: scores whose rewards are 0 and 1.", values.FINITE_NUMBERS, rule="a_judge_is_complete"
+    range: tuple[float, ...] = setting(
+        (0.0, 10.0), "Scores whose rewards are 0 and 1.", values.FINITE_NUMBERS, rule="a_judge_is_complete"
     )
-    judge_parameters: str = setting(
-        '{"temperature": 0, "max_tokens": 512}', "judge: further fields of the request, as a JSON object.",
+    parameters: str = setting(
+        '{"temperature": 0, "max_tokens": 512}', "Further fields of the request, as a JSON object.",
         rule="a_judge_is_complete",
     )  # fmt: skip
-    judge_retries: int = setting(4, "judge: most further requests where one fails.", values.NOT_NEGATIVE)
-    judge_key_variable: str = setting(
-        "OPENAI_API_KEY", "judge: environment variable with the API key; it may be unset."
-    )
+    key_variable: str = setting("OPENAI_API_KEY", "Environment variable with the API key; it may be unset.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -574,6 +584,8 @@ class Config:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    code: CodeConfig = CodeConfig()
+    judge: JudgeConfig = JudgeConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     collection: CollectionConfig = CollectionConfig()
     estimator: EstimatorConfig = EstimatorConfig()

@@ -115,10 +115,13 @@ def graded_by(config: Config, grader: str, prompts: Sequence[Prompt]) -> dict[st
 
 
 def _settings_of(config: Config, kind: str) -> dict[str, Any]:
-    """Returns the settings of a built-in reward, by the beginning of their names; of a template its text."""
-    settings = json.loads(json.dumps(dataclasses.asdict(config.reward)))
-    settings["judge_template"] = judge_template(config.reward.judge_template)
-    return {name: value for name, value in settings.items() if name.startswith(f"{kind}_")}
+    """Returns the section of a built-in reward, if it has one; of a template its text."""
+    if kind == "code":
+        return {"code": dataclasses.asdict(config.code)}
+    if kind == "judge":
+        section = dataclasses.asdict(config.judge) | {"template": judge_template(config.judge.template)}
+        return {"judge": section | {"range": list(config.judge.range)}}  # as JSON gives it back
+    return {}
 
 
 def hash_of_problems(prompts: Iterable[Prompt]) -> str:

@@ -13,7 +13,7 @@ import random
 import re
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -83,7 +83,7 @@ def score_of(text: str, parser: str) -> float:
             return float(found)
     except (ValueError, OverflowError):
         pass
-    raise JudgeFailed(f"the judge's answer has no score for reward.judge_score={parser!r}; it ends {text[-200:]!r}")
+    raise JudgeFailed(f"the judge's answer has no score for judge.score={parser!r}; it ends {text[-200:]!r}")
 
 
 class _Answers:
@@ -173,11 +173,11 @@ class _Endpoint:
             )
         return answer
 
-    def ask_until(self, body: Mapping[str, Any], deadline: float, retries: int) -> str:
+    def ask_until(self, body: Mapping[str, Any], deadline: float) -> str:
         """Returns the text of the answer, after further requests with growing pauses where one fails.
 
         Raises:
-          JudgeFailed: the retries or the time are used up, or the endpoint refuses the request.
+          JudgeFailed: the time is used up, or the endpoint refuses the request.
         """
         attempt = 0
         while True:
@@ -186,10 +186,9 @@ class _Endpoint:
             except _Temporary as error:
                 pause = min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
                 pause, attempt = max(pause, error.wait_s), attempt + 1
-                if attempt > retries or time.monotonic() + pause > deadline:
+                if time.monotonic() + pause > deadline:
                     raise JudgeFailed(
-                        f"{self.url} gave no answer to {attempt} requests (reward.judge_retries={retries}, within "
-                        f"reward.time_limit_s): {error}"
+                        f"{self.url} gave no answer to {attempt} requests (within reward.time_limit_s): {error}"
                     ) from None
             time.sleep(pause)
 
@@ -198,39 +197,26 @@ class Judge:
     """Grader that asks a judge, for a verifier worker; `close` ends its connections.
 
     Args:
-      url: of the endpoint, as OpenAI's clients take it: it ends with /v1.
-      model: name of the judge there.
-      template: jinja2 text of the user's message, with problem, response, answer, the other columns of the problem,
-        and lowest and highest; "": `TEMPLATE`. A column with one of the other names is not seen.
-      score: parser of the answer (`score_of`).
-      score_range: lowest and highest score, whose rewards are 0 and 1.
-      parameters: further fields of the request, such as temperature.
-      retries: most requests after the first one that fails.
-      key_variable: name of the environment variable with the API key; it may be unset.
+      settings: the fields of the configuration's section `judge`, but of a template its text ("": `TEMPLATE`), with
+        problem, response, answer, the other columns of the problem, and lowest and highest. A column with one of the
+        other names is not seen.
       cache: file of the answers; None: none.
       time_limit_s: of one grading, all requests together.
     """
 
     def __init__(
         self,
+        settings: Mapping[str, Any],
         *,
-        url: str,
-        model: str,
-        template: str,
-        score: str,
-        score_range: Sequence[float],
-        parameters: Mapping[str, Any],
-        retries: int,
-        key_variable: str,
         cache: str | None,
         time_limit_s: float,
     ):
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-        self._template = environment.from_string(template or TEMPLATE)
-        self._endpoint, self._answers = _Endpoint(url, key_variable), _Answers(cache)
-        self._request = {"model": model, **parameters}
-        self._score, self._retries, self._time_limit_s = score, retries, time_limit_s
-        self._lowest, self._highest = score_range
+        self._template = environment.from_string(settings["template"] or TEMPLATE)
+        self._endpoint, self._answers = _Endpoint(settings["url"], settings["key_variable"]), _Answers(cache)
+        self._request = {"model": settings["model"], **json.loads(settings["parameters"])}
+        self._score, self._time_limit_s = settings["score"], time_limit_s
+        self._lowest, self._highest = settings["range"]
 
     def __call__(self, response: str, answer: str, columns: Columns) -> Verdict:
         """Returns the score as a reward in [0, 1].
@@ -243,12 +229,12 @@ class Judge:
         try:
             text = self._template.render(dict(columns) | given)
         except TemplateError as error:
-            raise JudgeFailed(f"reward.judge_template can't be filled in: {error}") from error
+            raise JudgeFailed(f"judge.template can't be filled in: {error}") from error
         body = self._request | {"messages": [{"role": "user", "content": text}]}
         key = hashlib.sha256(json.dumps([self._endpoint.url, body], sort_keys=True).encode()).hexdigest()
         found = self._answers.get(key)
         if found is None:
-            said = self._endpoint.ask_until(body, deadline, self._retries)
+            said = self._endpoint.ask_until(body, deadline)
             self._value(said)  # an answer without a score is not stored
             found = self._answers.put(key, said)
         value = self._value(found)
@@ -259,7 +245,7 @@ class Judge:
         value = score_of(said, self._score)
         if not self._lowest <= value <= self._highest:
             limits = f"{self._lowest:g} to {self._highest:g}"
-            raise JudgeFailed(f"the judge's score {value:g} is not in reward.judge_range, {limits}")
+            raise JudgeFailed(f"the judge's score {value:g} is not in judge.range, {limits}")
         return value
 
     def close(self) -> None:

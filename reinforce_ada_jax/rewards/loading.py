@@ -93,7 +93,7 @@ def files_hash(path: str) -> str:
 
 
 def judge_template(setting: str) -> str:
-    """Returns the text of `reward.judge_template`: the setting itself where it has a place to fill in, else its file.
+    """Returns the text of `judge.template`: the setting itself where it has a place to fill in, else its file.
 
     Raises:
       ValueError: there is no such file.
@@ -104,13 +104,13 @@ def judge_template(setting: str) -> str:
         return pathlib.Path(setting).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"reward.judge_template is {setting!r}, which can't be read ({error}): name a text file, or give the "
+            f"judge.template is {setting!r}, which can't be read ({error}): name a text file, or give the "
             "template itself, with {{ response }}."
         ) from None
 
 
 def settings_hash(path: str, judge: str) -> str:
-    """Returns a hash of the user's files in `reward.path` and `reward.judge_template`, "" for none."""
+    """Returns a hash of the user's files in `reward.path` and `judge.template`, "" for none."""
     template = judge_template(judge)
     return files_hash(path) or (hashlib.sha256(template.encode()).hexdigest()[:16] if template else "")
 

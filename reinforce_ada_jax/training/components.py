@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -340,34 +339,25 @@ def check_graders(config: Config, sources: Sequence[str]) -> None:
 
 
 def _code_settings(config: Config) -> dict[str, Any]:
-    reward = config.reward
+    code = config.code
     limits = {
-        "processor_s": reward.code_processor_s,
-        "wall_s": reward.code_wall_s,
-        "memory_bytes": reward.code_memory_mib * 2**20,
-        "files_bytes": reward.code_files_mib * 2**20,
-        "processes": reward.code_processes,
+        "processor_s": code.processor_s,
+        "wall_s": code.wall_s,
+        "memory_bytes": code.memory_mib * 2**20,
+        # No published problem needs more: programs read stdin and write stdout, and few start a thread.
+        "files_bytes": 16 * 2**20,
+        "processes": 16,
     }
-    return {"time_limit_s": reward.time_limit_s, "max_tests": reward.code_max_tests, "limits": limits}
+    return {"time_limit_s": config.reward.time_limit_s, "max_tests": code.max_tests, "limits": limits}
 
 
 def _judge_settings(config: Config, folder: pathlib.Path | None) -> dict[str, Any]:
-    reward, cache = config.reward, None
+    cache = None
     if folder is not None:
         index = processes.index()
         cache = str(folder.absolute() / (f"judge.{index}.sqlite3" if index else "judge.sqlite3"))
-    return {
-        "url": reward.judge_url,
-        "model": reward.judge_model,
-        "template": judge_template(reward.judge_template),
-        "score": reward.judge_score,
-        "score_range": reward.judge_range,
-        "parameters": json.loads(reward.judge_parameters),
-        "retries": reward.judge_retries,
-        "key_variable": reward.judge_key_variable,
-        "cache": cache,
-        "time_limit_s": reward.time_limit_s,
-    }
+    settings = dataclasses.asdict(config.judge) | {"template": judge_template(config.judge.template)}
+    return {"settings": settings, "cache": cache, "time_limit_s": config.reward.time_limit_s}
 
 
 def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: GradeFn | None = None) -> VerifierPool:

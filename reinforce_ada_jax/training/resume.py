@@ -65,7 +65,7 @@ def reward_hash(config: Config, prompts: Sequence[Prompt]) -> str:
     """Returns a hash of the configured reward function, of the environment, or of the tests that programs must pass."""
     if config.reward.kind == "code" and not config.reward.path:
         return code_tests.tests_hash(prompt.columns for prompt in prompts)
-    return environments.file_hash(config) or loading.settings_hash(config.reward.path, config.reward.judge_template)
+    return environments.file_hash(config) or loading.settings_hash(config.reward.path, config.judge.template)
 
 
 def check(

@@ -26,7 +26,7 @@ _FUNCTION_REMEDY = (
 # By kind, what to do where a reference can't be graded.
 _REMEDIES = {
     "code": "docs/how_to/code.md has the forms of tests, and what the system must allow.",
-    "judge": "Check reward.judge_url, reward.judge_model and the API key, or raise reward.time_limit_s.",
+    "judge": "Check judge.url, judge.model and the API key, or raise reward.time_limit_s.",
 }
 MAX_SHOWN = 60  # characters of an answer or a response in a message
 

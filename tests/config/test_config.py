@@ -528,10 +528,9 @@ def test_a_resume_may_change_these_and_nothing_else():
         "learning.non_finite": "skip",
         "learning.max_skipped": 7,
         "reward.max_failed": 0.9,
-        "reward.judge_url": "http://localhost/v1",
+        "judge.url": "http://localhost/v1",
         "environment.max_failed": 0.7,
-        "reward.judge_retries": 7,
-        "reward.judge_key_variable": "MY_KEY",
+        "judge.key_variable": "MY_KEY",
         "evaluation.every": 7,
         "evaluation.benchmarks": ("x",),
         "sft.validation": "x",
@@ -558,7 +557,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         elif isinstance(value, str):
             other = f"{value}x"
         elif isinstance(value, tuple):
-            other = (1.0,) if key in ("reward.weights", "reward.judge_range") else ("x",)
+            other = (1.0,) if key in ("reward.weights", "judge.range") else ("x",)
         else:
             other = (value or 0) + 1
         assert len(resume.differences(changed(**{key: other}), saved)) == 1, key

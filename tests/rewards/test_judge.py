@@ -73,19 +73,17 @@ def server():
         thread.join()
 
 
-def settings(server, **changes):
-    return {
+def settings(server, cache=None, time_limit_s=10.0, **changes):
+    section = {
         "url": f"http://127.0.0.1:{server.server_address[1]}/v1",
         "model": "a-judge",
         "template": "{{ problem }}\n{{ response }}",
         "score": r"(?im)^\W*score\W*(-?\d+(?:\.\d+)?)",
-        "score_range": (0.0, 10.0),
-        "parameters": {"temperature": 0},
-        "retries": 3,
+        "range": (0.0, 10.0),
+        "parameters": '{"temperature": 0}',
         "key_variable": "JUDGE_TEST_KEY",
-        "cache": None,
-        "time_limit_s": 10.0,
-    } | changes
+    }
+    return {"settings": section | changes, "cache": cache, "time_limit_s": time_limit_s}
 
 
 def graded(server, response, **changes):
@@ -122,22 +120,24 @@ def test_what_may_pass_is_asked_again(server):
     [
         ("401", r"refused the request with status 401: .*no key \(API key\)", 1),
         ("307", "refused the request with status 307", 1),
-        ("500", r"gave no answer to 2 requests \(reward.judge_retries=1, within .*: status 500", 2),
+        ("500", r"gave no answer to 2 requests \(within reward.time_limit_s\): status 500", 2),
         ("no completion", "answered no chat completion with a text", 1),
-        ("Score: 11", "the judge's score 11 is not in reward.judge_range, 0 to 10", 1),
+        ("Score: 11", "the judge's score 11 is not in judge.range, 0 to 10", 1),
     ],
 )
 def test_failures_are_told_without_the_key(server, monkeypatch, response, message, requests):
     monkeypatch.setenv("JUDGE_TEST_KEY", KEY)
+    monkeypatch.setattr(judge, "_FIRST_WAIT_S", 0.4)  # the first pause ends within the time, the second one does not
+    monkeypatch.setattr(judge.random, "uniform", lambda low, high: high)
     with pytest.raises(judge.JudgeFailed, match=message) as error:
-        graded(server, response, retries=1)
+        graded(server, response, time_limit_s=1.5)
     assert len(server.requests) == requests
     assert KEY not in str(error.value)
 
 
 def test_an_endpoint_that_is_not_there_fails_in_time(server):
     with pytest.raises(judge.JudgeFailed, match=r"gave no answer to 1 requests .*ConnectError"):
-        graded(server, "x", url="http://127.0.0.1:1/v1", retries=0)
+        graded(server, "x", url="http://127.0.0.1:1/v1", time_limit_s=0.5)
 
 
 def test_answers_are_kept_for_all_that_decides_them(server, tmp_path):
@@ -146,11 +146,11 @@ def test_answers_are_kept_for_all_that_decides_them(server, tmp_path):
         assert graded(server, "Score: 2", cache=cache).reward == 0.2
     assert len(server.requests) == 1
     # The parser reads the stored answer; another model, template, text or parameter asks again.
-    assert graded(server, "Score: 2", cache=cache, score_range=(0.0, 4.0)).reward == 0.5
+    assert graded(server, "Score: 2", cache=cache, range=(0.0, 4.0)).reward == 0.5
     assert len(server.requests) == 1
     graded(server, "Score: 2", cache=cache, model="another")
     graded(server, "Score: 2", cache=cache, template="{{ response }}")
-    graded(server, "Score: 2", cache=cache, parameters={"temperature": 1})
+    graded(server, "Score: 2", cache=cache, parameters='{"temperature": 1}')
     graded(server, "Score: 3", cache=cache)
     assert len(server.requests) == 5
 
@@ -236,19 +236,19 @@ def test_an_answer_without_a_score_is_a_failure(text, parser):
 
 def test_the_judge_is_tried_before_device_work(server):
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    config = tiny(**COMPLETE | {"reward.judge_url": url, "reward.judge_template": "{{ problem }}\n{{ response }}"})
+    config = tiny(**COMPLETE | {"judge.url": url, "judge.template": "{{ problem }}\n{{ response }}"})
     prompts = [Prompt("p-1", "Rate.", answer, np.zeros(1, np.int32)) for answer in ("Score: 4", "404")]
     text = reward_check.check_reward(config, components_lib.verifier_pool(config), prompts[:1])
     assert text == "reward.kind=judge gives 0.4 to the reference answer 'Score: 4' of problem 'p-1'"
-    with pytest.raises(ValueError, match=r"cannot grade .* status 404: .* Check reward.judge_url"):
+    with pytest.raises(ValueError, match=r"cannot grade .* status 404: .* Check judge.url"):
         reward_check.check_reward(config, components_lib.verifier_pool(config), prompts[1:])
 
 
 COMPLETE = {
     "reward.kind": "judge",
     "reward.workers": 1,
-    "reward.judge_url": "http://localhost/v1",
-    "reward.judge_model": "m",
+    "judge.url": "http://localhost/v1",
+    "judge.model": "m",
 }
 
 
@@ -256,15 +256,15 @@ COMPLETE = {
     ("changes", "message"),
     [
         ({"reward.workers": 0}, "'judge': it is run in grading processes only"),
-        ({"reward.judge_url": "localhost:8000"}, "reward.judge_url must be http"),
-        ({"reward.judge_url": "http://me:password@localhost/v1"}, "without a user"),
-        ({"reward.judge_model": ""}, "reward.judge_model is empty"),
-        ({"reward.judge_score": "score"}, "must be a regular expression with one group"),
-        ({"reward.judge_score": "("}, "must be a regular expression with one group"),
-        ({"reward.judge_range": (1.0, 1.0)}, "must be two numbers, the lower one first"),
-        ({"reward.judge_parameters": "[]"}, "must be a JSON object"),
-        ({"reward.judge_parameters": '{"stream": true}'}, "must be a JSON object without model"),
-        ({"reward.kind": "code", "reward.code_wall_s": 6.0}, "killed before a slow program is"),
+        ({"judge.url": "localhost:8000"}, "judge.url must be http"),
+        ({"judge.url": "http://me:password@localhost/v1"}, "without a user"),
+        ({"judge.model": ""}, "judge.model is empty"),
+        ({"judge.score": "score"}, "must be a regular expression with one group"),
+        ({"judge.score": "("}, "must be a regular expression with one group"),
+        ({"judge.range": (1.0, 1.0)}, "must be two numbers, the lower one first"),
+        ({"judge.parameters": "[]"}, "must be a JSON object"),
+        ({"judge.parameters": '{"stream": true}'}, "must be a JSON object without model"),
+        ({"reward.kind": "code", "code.processor_s": 3}, "killed before a slow program is"),
         ({"reward.kind": "code", "reward.workers": 0}, "'code': it is run in grading processes only"),
     ],
 )

@@ -598,12 +598,12 @@ def test_a_judge_may_be_a_model_of_this_server(server, tmp_path):
     client, _ = server
     settings = {
         "url": f"{client.base_url}/v1", "model": "cipher", "template": "{{ response }}", "score": r"(\d+)",
-        "score_range": (0.0, 1e6), "parameters": {"temperature": 0, "max_tokens": 8}, "retries": 0,
-        "key_variable": "", "cache": str(tmp_path / "judge.sqlite3"), "time_limit_s": 60.0,
+        "range": (0.0, 1e6), "parameters": '{"temperature": 0, "max_tokens": 8}', "key_variable": "",
     }  # fmt: skip
-    with contextlib.closing(judge.Judge(**settings)) as grade:
+    limits = {"cache": str(tmp_path / "judge.sqlite3"), "time_limit_s": 60.0}
+    with contextlib.closing(judge.Judge(settings, **limits)) as grade:
         # The model deciphers these two words without a mistake.
         assert [grade(word, "", {}).reward for word in ("яяяяяя", "ееееее", "яяяяяя")] == [0.777777, 0.333333, 0.777777]
-    with contextlib.closing(judge.Judge(**settings | {"model": "another"})) as grade:
+    with contextlib.closing(judge.Judge(settings | {"model": "another"}, **limits)) as grade:
         with pytest.raises(judge.JudgeFailed, match="refused the request with status 404"):
             grade("яяяяяя", "", {})

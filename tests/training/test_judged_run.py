@@ -71,8 +71,8 @@ def train(workdir, server):
     changes = {
         "iterations": 4, "checkpoint.every": 1, "evaluation.every": 0, "collection.prompts_per_iteration": 8,
         "learning.prompts_per_update": 8, "sampling.slots": 32, "reward.kind": "judge", "reward.workers": 1,
-        "reward.judge_url": f"http://127.0.0.1:{server.server_address[1]}/v1", "reward.judge_model": "a-judge",
-        "reward.judge_template": "{{ problem }} {{ response }}", "reward.time_limit_s": 60,
+        "judge.url": f"http://127.0.0.1:{server.server_address[1]}/v1", "judge.model": "a-judge",
+        "judge.template": "{{ problem }} {{ response }}", "reward.time_limit_s": 60,
     }  # fmt: skip
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     return Forked(
