@@ -30,7 +30,6 @@ STRINGS = {
     ),
     "against_python": (sys.executable, "Python interpreter of the environment of the baseline."),
     "lengths": (None, "Response lengths: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
-    "topology": (None, "`split`: predict the times of this TPU slice, such as v5e:2x4; nothing runs on it."),
     "json": (None, "File for the numbers."),
     "output": ("runs/learning", "Folder for the runs of `learning`, their table and their figure."),
 }

@@ -1,8 +1,7 @@
 """`bench.split`: iterations a second with a sampler and a learner at once, in turn, and with all devices for both.
 
 The iterations are those of training, of a made-up model (`iteration.py`): lengths and verdicts are scripted, the
-prompts are the same in each iteration, and so is the work. With `--topology` the times of a TPU slice are predicted
-(`split_plan.py`).
+prompts are the same in each iteration, and so is the work.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from bench import command_line, engines, inputs, iteration, models, split_plan
+from bench import command_line, engines, inputs, iteration, models
 from bench.iteration import ClockedRun
 from bench.measuring import in_turns, machine
 from bench.workloads import Lengths
@@ -115,10 +114,8 @@ def measure(
 
 
 def run(options: flags.FlagValues) -> dict[str, Any]:
-    """Measures the configuration of the flags, or predicts the times of a slice."""
+    """Measures the configuration of the flags."""
     config = inputs.config_of(options)
-    if options.topology:
-        return split_plan.predict(config, options)
     return measure(
         config,
         repeat=options.repeat or 5,

@@ -6,9 +6,9 @@ Needs `pip install libtpu`, the TPU compiler, or for a topology such as h100:8 `
 will do. Of the model it needs only the config.json, or nothing where the sizes are known (`policy/presets.py`). Exit
 code 1: something doesn't fit; 2: the input is at fault.
 
-Memory is the compiler's own account, per device. Traffic between chips is read from the compiled program, and counted
-for GPUs. FLOPs and bytes are counted (`planning/roofline.py`), and `planning/plan.py` adds them up. The least time does
-not say how well the hardware is used. Nothing here has run on a TPU or a GPU.
+Memory is the compiler's own account, per device. FLOPs and bytes are counted (`planning/roofline.py`), and
+`planning/plan.py` adds up the seconds that they take at least. Traffic between chips and the start of kernels come in
+addition. `simulate` says what a strategy draws, for --mean_draws. Nothing here has run on a TPU or a GPU.
 """
 
 import dataclasses
@@ -33,17 +33,13 @@ def main(
     prompt_tokens: int | None = None,
     response_tokens: int | None = None,
     draws: float | None = None,
-    pass_rates: tuple[str, ...] | list[str] = ("0.6", "1.2"),
 ) -> None:
     """Checks the input, compiles, writes the JSON, and ends the process with code 1 where something doesn't fit."""
     from reinforce_ada_jax.planning import plan, report
 
     with cli.user_input():
         config_lib.check(config)
-        means = plan.statistics(
-            config, prompt_tokens=prompt_tokens, response_tokens=response_tokens, draws=draws,
-            pass_rates=[float(rate) for rate in pass_rates],
-        )  # fmt: skip
+        means = plan.statistics(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens, draws=draws)
         if file not in (None, "-"):
             check_output("--json", file, folder=False)
         output = sys.stderr if file == "-" else sys.stdout
@@ -69,13 +65,12 @@ if __name__ == "__main__":
     MODEL = flags.DEFINE_string("model", None, "A folder with the model's config.json, in place of model.path.")
     PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Mean length of prompts; half of the limit.")
     RESPONSE = flags.DEFINE_integer("mean_response_tokens", None, "Mean length of responses; half of the limit.")
-    DRAWS = flags.DEFINE_float("mean_draws", None, "Mean responses drawn for a prompt; those the strategy expects.")
-    RATES = flags.DEFINE_list("pass_rates", ["0.6", "1.2"], "a,b of the prompts' Beta distribution, for the draws.")
+    DRAWS = flags.DEFINE_float("mean_draws", None, "Mean responses drawn for a prompt; those of its first round.")
     JSON = flags.DEFINE_string("json", None, "A file for the results as a list; --json alone prints it, and only it.")
     sys.argv = ["--json=-" if argument == "--json" else argument for argument in sys.argv]
     cli.run(
         lambda: main(
             cli.resolved(CONFIG), TOPOLOGY.value, MODEL.value, JSON.value,
-            prompt_tokens=PROMPT.value, response_tokens=RESPONSE.value, draws=DRAWS.value, pass_rates=RATES.value,
+            prompt_tokens=PROMPT.value, response_tokens=RESPONSE.value, draws=DRAWS.value,
         )
     )  # fmt: skip

@@ -5,14 +5,12 @@ import importlib.util
 import os
 import re
 import time
-from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from reinforce_ada_jax.planning import collectives, roofline
+from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.planning.gpus import GPUS, gpu_devices
-from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.programs import AbstractRun, Program
 from reinforce_ada_jax.planning.roofline import Chip
 
@@ -26,10 +24,8 @@ class ProgramResult:
 
     The peak is the program's alone, arguments included; `hbm_beside_bytes` is what a run keeps there meanwhile. Where a
     program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
-    `sent_bytes` is read from the compiled program; of a step, and where a target shows none, it is counted by hand, or
-    None, and there are no `collectives`. So are `starts`, whose seconds are `latency_seconds`; `least_seconds` has the
-    largest of bandwidth, compute and links that overlap, the links that are awaited, and the latency.
-    `compiled_over_counted_flops` is XLA's count over ours, each loop's body once.
+    `least_seconds` is the time for the bytes or for the FLOPs, whichever is more. `compiled_over_counted_flops` is
+    XLA's count over ours, each loop's body once.
     """
 
     program: str
@@ -45,16 +41,8 @@ class ProgramResult:
     hbm_argument_bytes: int | None = None
     hbm_temporary_bytes: int | None = None
     reason: str | None = None
-    sent_bytes: float | None = None
-    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
-    starts: Starts = Starts()  # noqa: RUF009  (frozen)
-    bandwidth_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    link_seconds: float | None = None
-    latency_seconds: float = 0.0
     least_seconds: float = 0.0
     bound: str = ""
-    necessary_flops: float | None = None
     compiled_over_counted_flops: float | None = None
 
 
@@ -86,9 +74,8 @@ def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[repo
 def compile_program(program: Program, chip: Chip) -> ProgramResult:
     """Compiles a program; a lack of memory is a result, any other error of the compiler is raised."""
     begin = time.monotonic()
-    arguments = temporaries = peak = reason = sent = compiled_over_counted = None
-    kinds: dict[str, int] = {}
-    cost, starts = program.cost, Starts()
+    arguments = temporaries = peak = reason = compiled_over_counted = None
+    cost = program.cost
     try:
         compiled = program.lower().compile()
         memory = compiled.memory_analysis()
@@ -98,19 +85,12 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         compiler_flops = (compiled.cost_analysis() or {}).get("flops")
         if cost.flops_loops_once and compiler_flops:
             compiled_over_counted = compiler_flops / cost.flops_loops_once
-        hlo = compiled_text(compiled)
-        if hlo is None or program.unit == "step":
-            sent, starts = program.sent_bytes, program.starts
-        else:
-            sent, kinds, starts = collectives.traffic(hlo, program.trip_count, chip.platform)
-            sent, starts = program.calls * sent, starts.times(program.calls)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).splitlines()[0]
         peak = _needed_bytes(reason)
-    waits = starts.seconds(chip.platform)
-    seconds, bound = roofline.roofline(cost, chip, sent or 0.0, starts.awaited_bytes, waits)
+    seconds, bound = roofline.roofline(cost, chip)
     over = 0 if peak is None else max(0, peak + program.beside_bytes - chip.hbm_bytes)
     return ProgramResult(
         program=program.name,
@@ -126,16 +106,8 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         hbm_argument_bytes=arguments,
         hbm_temporary_bytes=temporaries,
         reason=reason,
-        sent_bytes=sent,
-        collectives=kinds,
-        starts=starts,
-        bandwidth_seconds=cost.bytes / chip.bandwidth,
-        compute_seconds=cost.flops / chip.flops,
-        link_seconds=None if sent is None else sent / chip.link,
-        latency_seconds=waits,
         least_seconds=seconds,
         bound=bound,
-        necessary_flops=program.necessary_flops,
         compiled_over_counted_flops=compiled_over_counted,
     )
 
@@ -145,14 +117,6 @@ def resident_result(run: AbstractRun, chip: Chip) -> ProgramResult:
     size = run.resident_bytes
     over = max(0, size - chip.hbm_bytes)
     return ProgramResult("learner state and cache", size, 0, chip.hbm_bytes, 0.0, 0.0, fits=not over, over_bytes=over)
-
-
-def compiled_text(compiled: Any) -> str | None:
-    """Returns the compiled program as text; None where the target doesn't show it (v5p)."""
-    try:
-        return compiled.as_text()
-    except (jax.errors.JaxRuntimeError, NotImplementedError):
-        return None
 
 
 def _needed_bytes(message: str) -> int | None:

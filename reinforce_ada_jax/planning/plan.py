@@ -1,29 +1,21 @@
-"""Least time of an iteration on a slice, the memory that is left, and the changes to make where something doesn't fit.
+"""Memory that is left on a slice, the changes to make where something doesn't fit, and the least time of an iteration.
 
-Adds up the rooflines of the compiled programs: every phase at its least time, one after the other.
+The time adds up the rooflines of the programs: every phase at its least time, one after the other, with all slots busy.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
-from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.config import CollectionConfig, Config
-from reinforce_ada_jax.planning import latency
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.planning.compilation import ProgramResult
 from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, prefill_chunk, roofline
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
-# Share of slots busy in a decode step: simulated at full size with 256 slots (docs/performance.md, "Rounds").
-BUSY_SLOTS = 0.936
 # The programs of a scoring pass and of an update: one, or all.
 SCORE = ("begin scores", "score")
 UPDATE = ("begin update", "update", "finish update")
-# Pass rates for which draws are expected; more of them change the mean by less than 1 %.
-NUM_PASS_RATES = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,21 +54,10 @@ class Statistics:
         return self.prompt_tokens + self.response_tokens / 2
 
 
-def expected_draws(collection: CollectionConfig, beta: tuple[float, float]) -> float:
-    """Returns a prompt's mean draws for Beta distributed pass rates; for dapo, before replacement prompts."""
-    pass_rates = np.random.default_rng(0).beta(*beta, NUM_PASS_RATES)
-    return float(enumeration.expectations(collection, pass_rates).draws.mean())
-
-
 def statistics(
-    config: Config,
-    *,
-    prompt_tokens: int | None = None,
-    response_tokens: int | None = None,
-    draws: float | None = None,
-    pass_rates: Sequence[float] = (0.6, 1.2),
+    config: Config, *, prompt_tokens: int | None = None, response_tokens: int | None = None, draws: float | None = None
 ) -> Statistics:
-    """Returns the given means; lengths that are None are half of their limit, draws those that the strategy expects.
+    """Returns the given means; lengths that are None are half of their limit, draws those of a prompt's first round.
 
     Raises:
       ValueError: a mean is impossible.
@@ -91,14 +72,16 @@ def statistics(
     prompt, response = (limit // 2 if value is None else value for value, limit in limits.values())
     if draws is not None and not draws > 0:
         raise ValueError(f"--mean_draws is {draws}; it must be above 0.")
-    if len(pass_rates) != 2 or not min(pass_rates) > 0:
-        raise ValueError(f"--pass_rates is {pass_rates}; write a Beta distribution's a and b, both above 0: 0.6,1.2.")
+    collection = config.collection
     if draws is None:
-        draws = expected_draws(config.collection, (pass_rates[0], pass_rates[1]))
+        rounds = ("balance", "positive", "estimate")  # the others draw a group at a time
+        draws = collection.samples_per_round if collection.strategy in rounds else collection.group_size
+        if collection.strategy == "estimate" and collection.budget is not None:
+            draws = collection.budget
     # A strategy that keeps any number of responses pads its minibatches to the largest.
-    strategy = strategies.build(config.collection, regularized=config.regularized)
-    max_kept = max(strategy.max_kept or 0, config.collection.group_size)
-    filled = min(1.0, draws / max_kept) if max_kept > config.collection.group_size else 1.0
+    strategy = strategies.build(collection, regularized=config.regularized)
+    max_kept = max(strategy.max_kept or 0, collection.group_size)
+    filled = min(1.0, draws / max_kept) if max_kept > collection.group_size else 1.0
     return Statistics(prompt, response, draws, filled)
 
 
@@ -112,29 +95,20 @@ def packed_share(config: Config, means: Statistics) -> float:
     return min(1.0, max(useful, 1 / config.learning.responses_per_row))
 
 
-def phases(
-    run: Deployment, results: Sequence[ProgramResult], means: Statistics, latency_factor: float = 1.0
-) -> dict[str, float]:
-    """Returns the least seconds of each phase of an iteration, with the latency times a factor."""
+def phases(run: Deployment, results: Sequence[ProgramResult], means: Statistics) -> dict[str, float]:
+    """Returns the least seconds of each phase of an iteration."""
     config, options, mesh = run.config, run.options, run.config.mesh
     replicas, prompts = mesh.data * mesh.fsdp, config.collection.prompts_per_iteration
-    seconds = {
-        result.program: result.least_seconds + (latency_factor - 1) * result.latency_seconds for result in results
-    }
-    platform = run.chip.platform
-    window = next(result for result in results if result.program.startswith("decode"))
-    sent = window.sent_bytes or 0.0
-    starts = latency.decode_step(run.architecture.num_layers, mesh.tensor, sent, platform)
-    wait = latency_factor * starts.seconds(platform)
-    steps = prompts * means.draws * means.response_tokens / (options.slots * replicas * BUSY_SLOTS)
-    step = decode_step(run.architecture, options, mesh.tensor, means.context, platform)
-    chunk = prefill_chunk(run.architecture, options, mesh.tensor, means.prompt_tokens, platform)
+    seconds = {result.program: result.least_seconds for result in results}
+    steps = prompts * means.draws * means.response_tokens / (options.slots * replicas)
+    step = decode_step(run.architecture, options, mesh.tensor, means.context)
     chunks = prompts * means.prompt_tokens / (options.prefill_tokens * replicas)
+    chunk = prefill_chunk(run.architecture, options, mesh.tensor, means.prompt_tokens)
     updates = prompts // config.learning.prompts_per_update * means.filled * packed_share(config, means)
     return {
         "reshard": seconds.get("reshard", 0.0),
-        "prefill": chunks * roofline(chunk, run.chip, latency=wait)[0],
-        "decode": steps * roofline(step, run.chip, sent, starts.awaited_bytes, wait)[0],
+        "prefill": chunks * roofline(chunk, run.chip)[0],
+        "decode": steps * roofline(step, run.chip)[0],
         "score": updates * sum(seconds.get(name, 0.0) for name in SCORE),
         "update": updates * sum(seconds.get(name, 0.0) for name in UPDATE),
     }
@@ -236,28 +210,14 @@ def plan_text(run: Deployment, results: Sequence[ProgramResult], means: Statisti
         )
     lines += [f"change   {line}" for line in remedies(run, results, learner_bytes)]
     seconds = phases(run, results, means)
-    no, half, twice = (sum(phases(run, results, means, factor).values()) for factor in (0.0, 0.5, 2.0))
     total, chips = sum(seconds.values()), config.mesh.data * config.mesh.fsdp * config.mesh.tensor
     drawn = config.collection.prompts_per_iteration * means.draws * means.response_tokens
-    row_tokens = _row_tokens(config)
-    useful = (means.prompt_tokens + means.response_tokens) / row_tokens
-    delays = latency.DELAYS[run.chip.platform]
     by_phase = ", ".join(f"{name} {value:,.2f} s" for name, value in seconds.items())
     lines += [
         f"lengths  prompts of {means.prompt_tokens:,.0f} tokens and responses of {means.response_tokens:,.0f} in the "
-        f"mean, {means.draws:.1f} draws a prompt, {BUSY_SLOTS:.1%} of slots busy",
-        f"plan     an iteration takes at least {total:,.1f} s: {by_phase}",
-        f"latency  {total - no:,.1f} s of it are latency: {delays.kernel * 1e6:g} us a kernel, "
-        f"{delays.collective * 1e6:g} us a collective, {delays.hop * 1e6:g} us a hop"
-        f"{f', {delays.host_read * 1e6:g} us a number that the host reads' if delays.host_read else ''}. With half of "
-        f"these {half:,.1f} s, with twice {twice:,.1f} s",
+        f"mean, {means.draws:.1f} draws a prompt",
+        f"time     an iteration takes at least {total:,.1f} s, by bytes and FLOPs: {by_phase}",
         f"         at most {drawn / total / chips:,.0f} tokens/s/chip sampled and trained on; {drawn / total:,.0f} on "
         f"{chips} chips",
-        f"         a response fills {useful:.0%} of the {row_tokens:,} positions of a row of the update; "
-        + (
-            "each has its own (learning.responses_per_row = 1)"
-            if config.learning.responses_per_row == 1
-            else f"packed, they take {packed_share(config, means):.0%} of the time of rows of their own, or more"
-        ),
     ]
     return "\n".join(lines)

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -20,17 +19,18 @@ from reinforce_ada_jax.learning import layer_gather, value_head
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.learner import Learner, scores_in_update
 from reinforce_ada_jax.learning.update import LearnerState
-from reinforce_ada_jax.planning import collectives, latency, roofline
-from reinforce_ada_jax.planning.latency import Starts
+from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.planning.roofline import BatchLayout, ProgramCost
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.splash_attention import block_size
-from reinforce_ada_jax.policy.transformer import Params, init, param_shardings, weight_shapes
+from reinforce_ada_jax.policy.transformer import Params, init, param_shardings
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.state import abstract_state
 from reinforce_ada_jax.training.updates import abstract_batch
+
+MASTER_BYTES = 4  # of a weight that the optimiser updates, float32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,14 +39,8 @@ class Program:
 
     Attributes:
       lower: returns the program lowered for its abstract arguments.
-      cost: least work of one `unit`, a "call" or a "step" of the loop inside.
+      cost: least work of one `unit`, a "call" or a "step" of the loop inside; of a chain, of all its calls.
       beside_bytes: memory that a training run keeps on each device beside this program.
-      calls: of the program in one unit, one after the other; cost, bytes and starts are those of all of them.
-      trip_count: of its outermost loop in one call, where data ends the loop; the mean of all calls.
-      necessary_flops: FLOPs by the usual rule, to compare with.
-      sent_bytes: counted by hand: of a call for targets that don't show their compiled program, of a step always. The
-        program of a step also has a prefill, passes of fewer slots, and branches for top-k and top-p.
-      starts: kernels and collectives, counted by hand in the same cases.
     """
 
     name: str
@@ -54,11 +48,6 @@ class Program:
     cost: ProgramCost
     unit: str
     beside_bytes: int
-    calls: int = 1
-    trip_count: float | None = None
-    necessary_flops: float | None = None
-    sent_bytes: float | None = None
-    starts: Starts = Starts()  # noqa: RUF009  (frozen)
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------
@@ -98,8 +87,7 @@ class AbstractRun:
         if self.base is not None or not self.config.learning.kl_coefficient:
             return 0
         itemsize = jnp.dtype(self.config.model.compute_dtype).itemsize
-        masters = jnp.dtype(self.config.model.parameter_dtype).itemsize
-        return mesh_lib.shard_bytes(self.state.params) * itemsize // masters
+        return mesh_lib.shard_bytes(self.state.params) * itemsize // MASTER_BYTES
 
     @property
     def cache_bytes(self) -> int:
@@ -141,7 +129,6 @@ class AbstractRun:
             tensor_shards=mesh.shape["tensor"],
             itemsize=jnp.dtype(config.model.compute_dtype).itemsize,
             adapter_weights=0 if adapters is None else lora.num_parameters(a, adapters) // a.num_layers,
-            gathers_once=self.learner.gathers_once,
         )
 
 
@@ -173,13 +160,9 @@ def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program
     # Weights of the learner that the window reads are among its own arguments.
     shared = mesh_lib.shard_bytes(engine.abstract_weights()) - mesh_lib.shard_bytes(run.decode_copy)
     beside = run.learner_bytes + run.reference_bytes - shared
-    a, options, tensor = engine.architecture, engine.options, engine.mesh.shape["tensor"]
-    platform = engine.mesh.devices.flat[0].platform
-    cost = roofline.decode_step(a, options, tensor, mean_context, platform)
-    sent = collectives.decode_sent_bytes(a, options.slots, tensor, engine.dtype.itemsize)
-    starts = latency.decode_step(a.num_layers, tensor, sent, platform)
+    cost = roofline.decode_step(engine.architecture, engine.options, engine.mesh.shape["tensor"], mean_context)
     name = f"decode window of {engine.options.window}"
-    return [Program(name, engine.programs()["decode window"], cost, "step", beside, sent_bytes=sent, starts=starts)]
+    return [Program(name, engine.programs()["decode window"], cost, "step", beside)]
 
 
 def learner_programs(run: AbstractRun) -> list[Program]:
@@ -197,7 +180,7 @@ def learner_programs(run: AbstractRun) -> list[Program]:
     if run.decode_copy is not None:
         is_whole = jax.tree.structure(run.decode_copy) == jax.tree.structure(run.engine.abstract_weights())
         read, unread = (run.policy, None) if is_whole else (run.state.params, run.base)
-        cost = ProgramCost(merge_flops(run), mesh_lib.shard_bytes(read) + copied)
+        cost = ProgramCost(0, mesh_lib.shard_bytes(read) + copied)
         beside = run.moment_bytes + always + mesh_lib.shard_bytes(unread)
         programs.append(Program("reshard", lambda: run.engine.lower_cast(run.policy), cost, "call", beside))
     if strategies.build(config.collection).estimates and config.estimator.kind == "value":
@@ -216,67 +199,34 @@ def _copied_bytes(run: AbstractRun) -> int:
 
 def _score_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list[Program]:
     """Returns the programs of a scoring pass, with `beside` bytes beside the weights and the minibatch."""
-    a, learner = run.engine.architecture, run.learner
-    lowered, calls = learner.score_programs(run.policy, run.batch), learner.scoring_programs(run.batch)
-    sent = collectives.learner_sent_bytes(a, layout, update=False)
-    summed = collectives.learner_summed_bytes(a, layout, update=False)
-    loop = Program(
-        "score", lowered["score"], roofline.score_call(a, layout), "call", beside,
-        calls=calls, trip_count=layout.micro_batches / calls, sent_bytes=sent,
-        starts=latency.learner_call(a.num_layers, layout, summed, update=False),
-    )  # fmt: skip
-    if calls == 1:
+    learner = run.learner
+    lowered = learner.score_programs(run.policy, run.batch)
+    loop = Program("score", lowered["score"], roofline.score_call(learner.architecture, layout), "call", beside)
+    if learner.scoring_programs(run.batch) == 1:
         return [loop]
-    gathered, copied = collectives.gathered_once_bytes(a, layout), _copied_bytes(run)
+    copied = _copied_bytes(run)
     unread = mesh_lib.shard_bytes(run.batch) + (0 if copied else mesh_lib.shard_bytes(run.policy))
-    begin = Program(
-        "begin scores", lowered["begin scores"], ProgramCost(0, copied), "call", beside + unread, sent_bytes=gathered
-    )
-    return [begin, dataclasses.replace(loop, sent_bytes=sent - gathered)]
+    begin = Program("begin scores", lowered["begin scores"], ProgramCost(0, copied), "call", beside + unread)
+    return [begin, loop]
 
 
 def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list[Program]:
     """Returns the programs of an update, with `beside` bytes beside the learner's state and the minibatch."""
     a, update = run.engine.architecture, run.learner.update
-    masters = jnp.dtype(run.config.model.parameter_dtype).itemsize
     lowered = update.programs(run.state, run.batch, run.base)
-    step = roofline.optimizer_call(a, layout, masters)
-    sent = collectives.learner_sent_bytes(a, layout, update=True)
-    summed = collectives.learner_summed_bytes(a, layout, update=True)
-    calls = -(-layout.micro_batches // update.micro_batches_per_program)
-    loop = Program(
-        "update", lowered["update"], roofline.gradient_call(a, layout, masters), "call", beside,
-        calls=calls, trip_count=layout.micro_batches / calls, necessary_flops=roofline.necessary_flops(a, layout),
-        sent_bytes=sent, starts=latency.learner_call(a.num_layers, layout, summed, update=True),
-    )  # fmt: skip
-    if calls == 1:
-        return [dataclasses.replace(loop, cost=roofline.update_call(a, layout, masters))]
-    # Only the first program gathers weights. What a program does not read is no argument of it.
-    params = mesh_lib.shard_bytes(run.state.params)
-    copied = _copied_bytes(run)
-    gathered, unread = collectives.gathered_once_bytes(a, layout), mesh_lib.shard_bytes((run.batch, run.base))
+    if not update.is_chain(run.batch):
+        return [Program("update", lowered["update"], roofline.update_call(a, layout, MASTER_BYTES), "call", beside)]
+    # What a program does not read is no argument of it.
+    params, copied = mesh_lib.shard_bytes(run.state.params), _copied_bytes(run)
+    unread = mesh_lib.shard_bytes((run.batch, run.base))
+    begin_beside = beside + run.moment_bytes + unread + (0 if copied else params)
+    gradient = roofline.gradient_call(a, layout, MASTER_BYTES)
+    step = roofline.optimizer_call(a, layout, MASTER_BYTES)
     return [
-        Program(
-            "begin update",
-            lowered["begin update"],
-            ProgramCost(0, copied + params),
-            "call",
-            beside + run.moment_bytes + unread + (0 if copied else params),
-            sent_bytes=gathered,
-        ),
-        dataclasses.replace(loop, beside_bytes=beside + run.moment_bytes, sent_bytes=sent - gathered),
-        Program("finish update", lowered["finish update"], step, "call", beside + unread, sent_bytes=0.0),
+        Program("begin update", lowered["begin update"], ProgramCost(0, copied + params), "call", begin_beside),
+        Program("update", lowered["update"], gradient, "call", beside + run.moment_bytes),
+        Program("finish update", lowered["finish update"], step, "call", beside + unread),
     ]
-
-
-def merge_flops(run: AbstractRun) -> float:
-    """FLOPs of merging adapters of rank r into plain weights, 2 r for each weight that has one, on each device."""
-    adapters, mesh = run.learner.lora, run.learner.mesh
-    if adapters is None or run.engine.options.adapters is not None:
-        return 0.0
-    shapes = weight_shapes(run.engine.architecture)
-    weights = sum(math.prod(shapes[lora.TARGETS[target]][0]) for target in adapters.targets)
-    return 2 * adapters.rank * weights / (mesh.shape["fsdp"] * mesh.shape["tensor"])
 
 
 def _features_program(run: AbstractRun, layout: BatchLayout, beside: int) -> Program:

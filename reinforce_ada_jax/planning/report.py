@@ -30,7 +30,7 @@ REPEATED_WORK = 1.1
 
 HEADER = (
     f"{'program':22}{'compile':>9}{'arguments':>11}{'temporaries':>13}{'peak':>7}{'beside':>8}{'limit':>8}"
-    f"{'GFLOP':>14}{'GB':>10}{'GB sent':>9}{'at least':>11}"
+    f"{'GFLOP':>14}{'GB':>10}{'at least':>11}"
 )
 
 
@@ -72,12 +72,11 @@ def engine_options(config: Config, architecture: Architecture, platform: str) ->
 def table_row(result: ProgramResult) -> str:
     """Returns a program's line of the table."""
     fits = "yes" if result.fits else f"NO: {_gib(result.over_bytes)} GiB over" if result.over_bytes else "NO"
-    sent = "-" if result.sent_bytes is None else f"{result.sent_bytes / 1e9:.2f}"
     return (
         f"{result.program:22}{result.compile_seconds:7.1f} s{_gib(result.hbm_argument_bytes):>11}"
         f"{_gib(result.hbm_temporary_bytes):>13}{_gib(result.hbm_peak_bytes):>7}"
         f"{_gib(result.hbm_beside_bytes):>8}{_gib(result.hbm_limit_bytes):>8}"
-        f"{result.flops / 1e9:14,.0f}{result.bytes / 1e9:10,.2f}{sent:>9}"
+        f"{result.flops / 1e9:14,.0f}{result.bytes / 1e9:10,.2f}"
         f"{1e3 * result.least_seconds:11,.2f} ms a {result.unit}, {result.bound:9}  {fits}"
     )
 
@@ -89,23 +88,6 @@ def _gib(size: int | None) -> str:
 def remarks(result: ProgramResult) -> list[str]:
     """Returns the lines that follow a program's line of the table."""
     lines = [result.reason] if result.reason else []
-    if result.link_seconds:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.collectives.items()))
-        awaited = result.starts.awaited_bytes / (result.sent_bytes or 1.0) * result.link_seconds
-        alone = f", {1e3 * awaited:,.2f} ms of them while nothing else runs" if awaited else ""
-        lines.append(f"{kinds or 'counted by hand'}: {1e3 * result.link_seconds:,.2f} ms over links{alone}")
-    if result.starts.kernels:
-        parts = f"bandwidth {1e3 * result.bandwidth_seconds:,.2f} ms, compute {1e3 * result.compute_seconds:,.2f} ms"
-        reads = f"; the host reads {result.starts.host_reads:,.0f} numbers" if result.starts.host_reads else ""
-        lines.append(
-            f"{parts}, latency {1e3 * result.latency_seconds:,.2f} ms: {result.starts.kernels:,.0f} kernels, "
-            f"{result.starts.collectives:,.0f} collectives of {result.starts.hops:,.0f} hops that nothing overlaps"
-            f"{reads}"
-        )
-    if result.necessary_flops:
-        lines.append(
-            f"{result.flops / result.necessary_flops:.2f} times the FLOPs of 6 N D + attention (4 N D under adapters)"
-        )
     if (result.compiled_over_counted_flops or 0.0) > REPEATED_WORK:
         lines.append(
             f"WARNING: the compiled program does {result.compiled_over_counted_flops:.2f} times the work that is "
@@ -142,7 +124,7 @@ def _mesh_over(topology: str, config: Config) -> Mesh:
         raise ValueError(
             f"mesh.sampler is {config.mesh.sampler}: the programs of a slice are checked where all devices draw and "
             "learn. Set mesh.sampler and mesh.learner to 0, and check a slice of the learner's devices, then one of "
-            "the sampler's; `bench.split --topology` compares their times."
+            "the sampler's."
         )
     devices = topology_devices(topology)
     mesh = mesh_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
@@ -188,5 +170,5 @@ def check_slice(
             results.append(compile_program(program, chip))
         log("\n    ".join([table_row(results[-1]), *remarks(results[-1])]))
     plan = plan_lib.plan_text(deployment, results, means, run.learner_bytes)
-    log(f"\nA plan from rooflines, not a measurement:\n{plan}")
+    log(f"\nA lower bound, not a measurement:\n{plan}")
     return results

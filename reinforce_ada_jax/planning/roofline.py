@@ -3,7 +3,7 @@
 Arithmetic only; nothing is compiled here. FLOPs are those of the matrix products, attention's among them: XLA computes
 the whole square before it masks, splash attention the blocks up to the diagonal. Bytes are weights, cache, gradients,
 optimiser state, the activations kept between layers and attention's scores, each as seldom as possible; other
-activations are not counted, so the least time is a lower bound.
+activations, transfers between chips and the start of kernels are not counted, so the least time is a lower bound.
 
 XLA's `cost_analysis` can't replace these counts: it counts the body of a loop once and sees nothing inside Pallas
 kernels. `ProgramCost.flops_loops_once` is counted the same way, so that the two can be compared.
@@ -31,33 +31,29 @@ class Chip:
       hbm_bytes: memory that a program may use.
       bandwidth: of HBM, bytes per second.
       flops: peak in bfloat16, per second.
-      link: bytes per second over one link to a neighbour, one way.
       platform: "tpu" or "gpu".
     """
 
     hbm_bytes: int
     bandwidth: float
     flops: float
-    link: float
     platform: str = "tpu"
 
 
 # Bandwidth and peak: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, each "per chip" (tpu7x bandwidth: jax's
-# pallas/mosaic/tpu_info.py). link: the table "ICI BW/link (one-way)" of jax-ml.github.io/scaling-book/tpus; Google's
-# own pages give 400 GB/s (v5e), 800 (v6e) and 1200 (v5p) a chip for both ways of 4, 4 and 6 links, a tenth more. A
-# tpu7x chip is two devices, and a v4 chip is compiled for as two (a real one may show them as one): they have half a
-# chip.
+# pallas/mosaic/tpu_info.py). A tpu7x chip is two devices, and a v4 chip is compiled for as two (a real one may show
+# them as one): they have half a chip.
 CHIPS = {
-    "v4": Chip(tpu_bytes("TPU v4"), 1200e9 / 2, TPU_FLOPS["TPU v4"], 45e9 / 2),
-    "v5e": Chip(tpu_bytes("TPU v5 lite"), 819e9, TPU_FLOPS["TPU v5 lite"], 45e9),
-    "v5p": Chip(tpu_bytes("TPU v5"), 2765e9, TPU_FLOPS["TPU v5"], 90e9),
-    "v6e": Chip(tpu_bytes("TPU v6 lite"), 1640e9, TPU_FLOPS["TPU v6 lite"], 90e9),
-    "tpu7x": Chip(tpu_bytes("TPU7x"), 7400e9 / 2, TPU_FLOPS["TPU7x"], 90e9 / 2),
+    "v4": Chip(tpu_bytes("TPU v4"), 1200e9 / 2, TPU_FLOPS["TPU v4"]),
+    "v5e": Chip(tpu_bytes("TPU v5 lite"), 819e9, TPU_FLOPS["TPU v5 lite"]),
+    "v5p": Chip(tpu_bytes("TPU v5"), 2765e9, TPU_FLOPS["TPU v5"]),
+    "v6e": Chip(tpu_bytes("TPU v6 lite"), 1640e9, TPU_FLOPS["TPU v6 lite"]),
+    "tpu7x": Chip(tpu_bytes("TPU7x"), 7400e9 / 2, TPU_FLOPS["TPU7x"]),
 }
-# Peaks and links, one way: NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and H200, without sparsity.
-GPU_PEAKS = {"a100": (312e12, 300e9), "h100": (989e12, 450e9), "h200": (989e12, 450e9)}
+# Peaks: NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and H200, without sparsity.
+GPU_PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12}
 CHIPS |= {
-    name: Chip(int(MEMORY_SHARE * gpu.memory_bytes), gpu.bandwidth, *GPU_PEAKS[name], "gpu")
+    name: Chip(int(MEMORY_SHARE * gpu.memory_bytes), gpu.bandwidth, GPU_PEAKS[name], "gpu")
     for name, gpu in GPUS.items()
 }
 
@@ -97,7 +93,6 @@ class BatchLayout:
       tensor_shards: devices along `tensor`.
       itemsize: bytes of an activation.
       adapter_weights: weights of one layer's adapters where only those are trained; 0: all weights are trained.
-      gathers_once: the layers' weights are gathered over `fsdp` once in a call, not in each micro-batch.
     """
 
     micro_batches: int
@@ -115,7 +110,6 @@ class BatchLayout:
     itemsize: int
     attention_backward: int = 7
     adapter_weights: int = 0
-    gathers_once: bool = False
 
     @property
     def devices(self) -> int:
@@ -163,33 +157,22 @@ def _adapter_weights(a: Architecture, o: EngineOptions) -> int:
     return 0 if o.adapters is None else lora.num_parameters(a, o.adapters)
 
 
-def _copied_bytes(a: Architecture, o: EngineOptions, platform: str) -> int:
-    """Bytes of the copies of the layers' weights in a pass: XLA for GPUs copies each layer's slice, then reads that."""
-    size = a.num_layers * layer_weights(a) * _weight_itemsize(o.dtype, o.weight_dtype)
-    return 2 * (size + _adapter_weights(a, o) * jnp.dtype(o.dtype).itemsize) if platform == "gpu" else 0
-
-
-def decode_step(
-    a: Architecture, o: EngineOptions, tensor: int, mean_context: float | int, platform: str = "tpu"
-) -> ProgramCost:
+def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: float | int) -> ProgramCost:
     """Cost of one token for every slot, on each of `tensor` devices.
 
     2 FLOPs per weight and slot, 4 N H per layer for each token that a slot sees (q k and p v). Every weight is read
-    once, and the slots' live cache; on GPUs the layers' weights are copied as well. Adapters beside them are read like
-    weights; one half of each isn't split over `tensor`, and is counted as if it were.
+    once, and the slots' live cache. Adapters beside them are read like weights; one half of each isn't split over
+    `tensor`, and is counted as if it were.
     """
     adapters = _adapter_weights(a, o)
     matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size + adapters
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
     cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     weights = decode_weight_bytes(a, o.dtype, o.weight_dtype) + adapters * jnp.dtype(o.dtype).itemsize
-    size = weights + cache + _copied_bytes(a, o, platform)
-    return ProgramCost(o.slots * (2 * matrices + attention) / tensor, size / tensor)
+    return ProgramCost(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
 
 
-def prefill_chunk(
-    a: Architecture, o: EngineOptions, tensor: int, prompt_tokens: float | int, platform: str = "tpu"
-) -> ProgramCost:
+def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens: float | int) -> ProgramCost:
     """Cost of `prefill_tokens` tokens of prompts of `prompt_tokens`, on each of `tensor` devices.
 
     As `decode_step`, without the head; each token meets all those of its prompt, seen or not.
@@ -198,7 +181,7 @@ def prefill_chunk(
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * prompt_tokens
     positions = o.prefill_tokens
     weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype) + adapters * jnp.dtype(o.dtype).itemsize
-    size = weights + _copied_bytes(a, o, platform) + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
+    size = weights + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     return ProgramCost(positions * (2 * (matrices + adapters) + attention) / tensor, size / tensor)
 
 
@@ -315,12 +298,6 @@ def necessary_flops_per_token(a: Architecture, row_tokens: int, adapter_weights:
     return weights + 12 * a.num_layers * a.num_heads * a.head_dim * row_tokens
 
 
-def necessary_flops(a: Architecture, b: BatchLayout) -> float:
-    """`necessary_flops_per_token` for a minibatch, on each device."""
-    tokens = b.micro_batches * b.micro_rows * b.row_tokens
-    return tokens * necessary_flops_per_token(a, b.row_tokens, b.adapter_weights) / b.devices
-
-
 def features_call(a: Architecture, b: BatchLayout) -> ProgramCost:
     """Cost of the value head's hidden states of one chunk of prompts, on each device."""
     matrices = layer_weights(a) + b.adapter_weights
@@ -329,19 +306,6 @@ def features_call(a: Architecture, b: BatchLayout) -> ProgramCost:
     return ProgramCost(a.num_layers * layer / b.devices, weights, layer / b.devices)
 
 
-def roofline(
-    cost: ProgramCost,
-    chip: Chip,
-    sent_bytes: float | int = 0.0,
-    awaited_bytes: float | int = 0.0,
-    latency: float = 0.0,
-) -> tuple[float, str]:
-    """Returns (least seconds, the largest part: "bandwidth", "compute", "links" or "latency").
-
-    The first three overlap, but for those of the sent bytes that are awaited: nothing runs meanwhile, nor while a
-    kernel begins.
-    """
-    bandwidth, compute = cost.bytes / chip.bandwidth, cost.flops / chip.flops
-    parts = {"bandwidth": bandwidth, "compute": compute, "links": sent_bytes / chip.link, "latency": latency}
-    together = max(bandwidth, compute, (sent_bytes - awaited_bytes) / chip.link)
-    return together + awaited_bytes / chip.link + latency, max(parts, key=lambda name: parts[name])
+def roofline(cost: ProgramCost, chip: Chip) -> tuple[float, str]:
+    """Returns (least seconds, what needs them: "bandwidth" or "compute")."""
+    return max((cost.bytes / chip.bandwidth, "bandwidth"), (cost.flops / chip.flops, "compute"))

@@ -22,10 +22,10 @@ from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.loss import LossConfig, aggregate, clipped_policy_loss, denominators, kl_estimate
 from reinforce_ada_jax.learning.update import num_live
-from reinforce_ada_jax.planning import collectives
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Response
+from tests.compiled_collectives import by_loop
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
 
@@ -437,7 +437,7 @@ def test_weights_gathered_once_give_the_same_update():
         program = spread.update.programs(*arguments)["update"]().compile()
         results.append(program(*arguments, np.int32(0)))
         # The loop over layers is inside the loop over micro-batches.
-        found = collectives.by_loop(program.as_text()).items()
+        found = by_loop(program.as_text()).items()
         in_layers.append(sum(kind == "all-gather" for nesting, kinds in found if len(nesting) == 2 for kind in kinds))
     assert_eight_devices_are_one(results[0])
     assert_trees_close(*results, rtol=1e-5, atol=1e-6)

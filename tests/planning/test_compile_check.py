@@ -16,7 +16,6 @@ from reinforce_ada_jax.distributed.mesh import make_mesh, shard_bytes
 from reinforce_ada_jax.learning.batch import make_batch
 from reinforce_ada_jax.planning import compilation, report
 from reinforce_ada_jax.planning import programs as programs_lib
-from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.programs import AbstractRun, Program
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, ProgramCost
 from reinforce_ada_jax.policy import huggingface, lora
@@ -236,13 +235,6 @@ def test_of_a_base_in_decoding_s_layout_the_adapters_alone_are_copied():
     assert shard_bytes(merged.decode_copy) == shard_bytes(merged.base)
 
 
-def test_merging_adapters_is_counted():
-    # Rank 1 on 136 matrix weights of each of two layers, 2 FLOPs each, on 4 devices; with queries alone on 16.
-    assert programs_lib.merge_flops(abstract(**LORA)) == 2 * 2 * 136 / 4
-    assert programs_lib.merge_flops(abstract(**LORA, **{"lora.targets": ("q_proj",)})) == 2 * 2 * 16 / 4
-    assert programs_lib.merge_flops(abstract()) == programs_lib.merge_flops(abstract("bfloat16", **LORA)) == 0
-
-
 def test_every_program_of_adapters_lowers_and_the_update_is_in_place():
     run = abstract("bfloat16", **LORA, **{"collection.strategy": "estimate", "estimator.kind": "value"})
     programs = {p.name: p for p in programs_lib.engine_programs(run, 10) + programs_lib.learner_programs(run)}
@@ -256,16 +248,13 @@ def test_every_program_of_adapters_lowers_and_the_update_is_in_place():
 def test_the_programs_of_a_chain_are_those_of_one_update(changes):
     settings = changes | {"learning.micro_batches": 8, "learning.gather_weights": "once"}
     one, run = abstract(**settings), abstract(**settings, **{"learning.micro_batches_per_program": 2})
-    *scores, alone = programs_lib.learner_programs(one)
+    *_, alone = programs_lib.learner_programs(one)
     *in_parts, begin, loop, finish = programs_lib.learner_programs(run)
     if changes:  # with a reference to score: 6 and 2 micro-batches
-        assert [(p.name, p.calls, p.trip_count) for p in in_parts[-2:]] == [("begin scores", 1, None), ("score", 2, 4)]
-        assert sum(p.sent_bytes for p in in_parts[-2:]) == pytest.approx(scores[-1].sent_bytes)
+        assert [p.name for p in in_parts[-2:]] == ["begin scores", "score"]
         assert in_parts[-1].lower().args_info[0][0].donated
     chain = begin, loop, finish
     assert alone.name == "update" and [p.name for p in chain] == ["begin update", "update", "finish update"]
-    assert [(p.calls, p.trip_count) for p in chain] == [(1, None), (4, 2), (1, None)]
-    assert sum(p.sent_bytes for p in chain) == pytest.approx(alone.sent_bytes) and alone.sent_bytes > 0
     copied = chain[0].cost.bytes  # and the sums, made of nothing
     assert sum(p.cost.bytes for p in chain) == pytest.approx(alone.cost.bytes + copied)
     lowered = [program.lower() for program in chain]
@@ -306,20 +295,11 @@ def program_that(outcome):
             raise outcome
         sizes = dict(zip(("argument_size", "temp_size", "peak_memory"), outcome, strict=True))
         memory = types.SimpleNamespace(**{f"{name}_in_bytes": int(size * GIB) for name, size in sizes.items()})
-        compiled = types.SimpleNamespace(
-            memory_analysis=lambda: memory, cost_analysis=lambda: {"flops": 3.0}, as_text=lambda: HLO
-        )
+        compiled = types.SimpleNamespace(memory_analysis=lambda: memory, cost_analysis=lambda: {"flops": 3.0})
         return types.SimpleNamespace(compile=lambda: compiled)
 
     cost = ProgramCost(flops=197e12, bytes=819e9 * 2, flops_loops_once=2.0)
-    return Program("update", lower, cost, "call", beside_bytes=2 * GIB, necessary_flops=197e12 / 1.25)
-
-
-HLO = """\
-ENTRY %main (p: f32[]) -> f32[] {
-  ROOT %sum = bf16[45000,1000]{1,0} all-reduce(%p), channel_id=1, replica_groups=[1,2]<=[2], to_apply=%add
-}
-"""  # 90 MB to one neighbour: 2 ms at 45 GB/s
+    return Program("update", lower, cost, "call", beside_bytes=2 * GIB)
 
 
 OOM = jax.errors.JaxRuntimeError(
@@ -346,40 +326,14 @@ def test_compile_program(outcome, peak, over, fits):
     assert result.hbm_limit_bytes == 15.75 * GIB and result.hbm_beside_bytes == 2 * GIB
     assert result.hbm_peak_bytes == (None if peak is None else int(peak * GIB))
     assert result.over_bytes == pytest.approx(over * GIB, abs=2)
-    assert (result.bandwidth_seconds, result.bound) == (2.0, "bandwidth")
+    assert (result.least_seconds, result.bound) == (2.0, "bandwidth")
     if outcome not in (OOM, SMEM):
-        assert (result.sent_bytes, result.collectives) == (9e7, {"all-reduce": 1})
-        assert result.link_seconds == pytest.approx(2e-3)
-        assert result.latency_seconds == pytest.approx(8e-6)  # a kernel, a collective, two hops
-        assert result.least_seconds == pytest.approx(2.0 + result.link_seconds + result.latency_seconds)
-        remarks = report.remarks(result)
-        assert remarks[0] == "1 all-reduce: 2.00 ms over links, 2.00 ms of them while nothing else runs"
-        assert remarks[1].startswith("bandwidth 2,000.00 ms, compute 1,000.00 ms, latency 0.01 ms: 1 kernels, 1 coll")
-        assert remarks[2].startswith("1.25 times the FLOPs") and "1.50 times the work" in remarks[3]
+        assert "1.50 times the work" in report.remarks(result)[0]
     line = report.table_row(result)
     assert ("yes" in line) is fits and ("NO" in line) is not fits
     if over:
         assert f"NO: {over:.2f} GiB over" in line
     json.dumps(dataclasses.asdict(result))
-
-
-def test_compile_program_for_a_gpu():
-    result = compilation.compile_program(program_that((8, 1, 9)), CHIPS["h100"])
-    assert (result.sent_bytes, result.collectives, result.link_seconds) == (9e7, {"all-reduce": 1}, 2e-4)
-    assert result.latency_seconds == pytest.approx(8.8e-6)  # 1 us a kernel, 6.6 a collective, 0.6 each of two hops
-    result = dataclasses.replace(result, starts=Starts(kernels=1, host_reads=3))
-    assert report.remarks(result)[1].endswith("that nothing overlaps; the host reads 3 numbers")
-
-
-@pytest.mark.parametrize("text, unit", [(None, "call"), (HLO, "step")])
-def test_bytes_counted_by_hand(monkeypatch, text, unit):
-    # Of a target that does not show its program; of a step, whose program has other passes as well.
-    monkeypatch.setattr(compilation, "compiled_text", lambda _: text)
-    starts = Starts(kernels=100, collectives=10, hops=20)
-    program = dataclasses.replace(program_that((8, 1, 9)), sent_bytes=9e7, starts=starts, unit=unit)
-    result = compilation.compile_program(program, CHIPS["v5e"])
-    assert (result.sent_bytes, result.collectives, result.latency_seconds) == (9e7, {}, pytest.approx(170e-6))
-    assert report.remarks(result)[0].startswith("counted by hand: 2.00 ms")
 
 
 def test_an_error_of_another_kind_is_no_lack_of_memory():
@@ -452,10 +406,9 @@ def test_what_fits(tmp_path):
     for outcome in learner:
         assert outcome["hbm_beside_bytes"] >= cache
     for outcome in outcomes:
-        assert outcome["fits"] and outcome["reason"] is None and outcome["sent_bytes"] > 0
-        assert 0 < outcome["latency_seconds"] < outcome["least_seconds"] and outcome["starts"]["kernels"] > 10
+        assert outcome["fits"] and outcome["reason"] is None and outcome["least_seconds"] > 0
     assert "they share one copy of the layers' weights" in result.stdout
-    assert "pallas_tpu" in result.stdout and "plan     an iteration takes at least" in result.stdout
+    assert "pallas_tpu" in result.stdout and "time     an iteration takes at least" in result.stdout
 
 
 @needs_libtpu
@@ -468,7 +421,7 @@ def test_adapters_fit_where_all_weights_do(tmp_path):
     assert "weights of adapters are trained, those under them stay in bfloat16" in result.stdout
     for full, small in zip(*(json.loads(file.read_text()) for file in (whole, adapters)), strict=True):
         assert small["program"] == full["program"] and small["fits"]
-        assert small["hbm_beside_bytes"] <= full["hbm_beside_bytes"] and small["sent_bytes"] > 0
+        assert small["hbm_beside_bytes"] <= full["hbm_beside_bytes"]
     # The last is the update.
     assert small["hbm_argument_bytes"] < full["hbm_argument_bytes"]
     assert small["compiled_over_counted_flops"] < report.REPEATED_WORK
@@ -530,8 +483,6 @@ def test_published_runs_fit(tmp_path, topology, name, changes):
     outcomes = json.loads(file.read_text())
     assert all(outcome["fits"] for outcome in outcomes)
     update = outcomes[-1]
-    assert update["flops"] <= 1.4 * update["necessary_flops"]
-    assert update["link_seconds"] < update["compute_seconds"]
     assert update["compiled_over_counted_flops"] < report.REPEATED_WORK
 
 

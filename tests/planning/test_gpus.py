@@ -6,10 +6,9 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from reinforce_ada_jax.distributed.mesh import make_mesh
-from reinforce_ada_jax.planning import collectives, gpus
+from reinforce_ada_jax.planning import gpus
 from reinforce_ada_jax.planning.compilation import topology_devices
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, chip_of
 from reinforce_ada_jax.policy import cudnn_attention
@@ -88,23 +87,3 @@ def test_attention_of_the_engine_compiles(topology):
     integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64,), (64, 48)))
     compiled = jax.jit(functools.partial(pallas_gpu, mesh=mesh)).lower(query, pages, pages, *integers).compile()
     assert "xla.gpu.triton" in compiled.as_text()
-
-
-@needs_plugin
-@pytest.mark.usefixtures("cache_for_others")
-def test_traffic_is_read_as_the_compiler_writes_it():
-    mesh = make_mesh(1, 2, 1, topology_devices("h100:2"))
-
-    @jax.shard_map(mesh=mesh, in_specs=(P(), P(None, "fsdp"), P()), out_specs=P(), check_vma=False)
-    def batches(rows, weights, count):
-        def layer(rows, shard):
-            return jnp.tanh(rows @ jax.lax.all_gather(shard, "fsdp", tiled=True)), None
-
-        return jax.lax.fori_loop(0, count, lambda _, rows: jax.lax.scan(layer, rows, weights)[0], rows)
-
-    shapes = ((64, 512), jnp.bfloat16), ((3, 512, 512), jnp.bfloat16), ((), jnp.int32)
-    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    found = collectives.traffic(jax.jit(batches).lower(*arguments).compile().as_text(), 5, "gpu")
-    # Half of three layers' weights in each of five turns; a product and a gather in each layer at least.
-    assert (found.sent_bytes, found.collectives) == (5 * 3 * 512 * 512, {"all-gather": 1})
-    assert found.starts.host_reads == 6 and 5 * 3 * 2 <= found.starts.kernels < 5 * 3 * 8

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+from tests.compiled_collectives import by_loop
 from tests.running import ROOT, environment
 
 # The window of a model of two layers on four chips: two replicas of two chips.
 PROGRAM = """
-from reinforce_ada_jax.planning import collectives, compilation
+from reinforce_ada_jax.planning import compilation
+from tests.compiled_collectives import by_loop
 devices = compilation.topology_devices("v5e:2x2")
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy.architecture import from_hf
@@ -27,7 +29,7 @@ options = EngineOptions(
 )
 engine = Engine(architecture, options, mesh=make_mesh(fsdp=2, tensor=2, devices=devices))
 text = engine.programs()["decode window"]().compile().as_text()
-print([(len(nesting), kinds) for nesting, kinds in collectives.by_loop(text).items()])
+print([(len(nesting), kinds) for nesting, kinds in by_loop(text).items()])
 """
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu isn't installed")
 
@@ -51,3 +53,57 @@ def test_collectives_of_a_token():
     assert sorted(others) == ["all-gather"] + ["all-reduce"] * (3 + 2 * 2 + 3)
     assert "all-gather" in dict(found)[1]
     assert {depth for depth, _ in found} == {1, 2, 3}
+
+
+# As libtpu writes it: a loop of 3 turns in a loop that data ends, a collective spread over two fusions, the ways to
+# name groups, and one collective outside.
+HLO = """\
+HloModule jit__update
+
+%fused.1 (p: bf16[4]) -> bf16[8] {
+  ROOT %all-gather.1 = bf16[8,2]{1,0:T(8,128)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+}
+
+%fused.2 (p: bf16[4]) -> bf16[8] {
+  ROOT %all-gather.2 = bf16[8,2]{1,0:T(8,128)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+}
+
+%inner_condition (p: s32[]) -> pred[] {
+  %constant.1 = s32[]{:T(128)} constant(3)
+  ROOT %lt = pred[] compare(%p, %constant.1), direction=LT
+}
+
+%inner_body (p: s32[]) -> s32[] {
+  %a = bf16[8,2] fusion(%p), kind=kLoop, calls=%fused.1
+  %b = bf16[8,2] fusion(%p), kind=kLoop, calls=%fused.2
+  %permute = (f32[5]{0}, f32[5]{0}, u32[], u32[]) collective-permute-start(%b), channel_id=8
+}
+
+%outer_condition (p: s32[]) -> pred[] {
+  ROOT %lt.2 = pred[] compare(%p, %q), direction=LT
+}
+
+%outer_body (p: s32[]) -> s32[] {
+  %while.1 = s32[] while(%p), condition=%inner_condition, body=%inner_body
+  %sum = (f32[6]{0}, f32[]{:T(128)}) all-reduce(%x, %y), channel_id=9, replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%a
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %while.2 = s32[] while(%p), condition=%outer_condition, body=%outer_body
+  %scatter = f32[3]{0} reduce-scatter(%z), channel_id=10, replica_groups=mesh['a'=4,'b'=2] {'b','a'}, dimensions={0}
+}
+"""
+
+
+def test_collectives_by_loop():
+    body = "%outer_body (p: s32[]) -> s32[] {\n"
+    branch = (
+        "%sorted (p: s32[]) -> s32[] {\n  %c = f32[2] all-to-all(%p), channel_id=3, replica_groups=[1,2]<=[2]\n}\n\n"
+    )
+    chosen = "  %i = s32[] conditional(%p), branch_computations={%sorted, %other}\n"
+    assert by_loop(HLO.replace(body, branch + body + chosen)) == {
+        ("outer_body", "sorted"): ["all-to-all"],
+        ("outer_body", "inner_body"): ["all-gather", "collective-permute"],
+        ("outer_body",): ["all-reduce"],
+        (): ["reduce-scatter"],
+    }
