@@ -147,11 +147,13 @@ def functions_page() -> str:
             continue
         for alias in node.names:
             name = alias.asname or alias.name
-            value = ada.train.train if name == "train" else getattr(ada, name)
+            value = getattr(ada, name)
             options = f"      heading: ada.{name}\n      toc_label: {name}\n"
             if name in MEMBERS:
                 options += f"      members: [{', '.join(MEMBERS[name])}]\n"
             lines.append(f"::: {value.__module__}.{value.__qualname__}\n    options:\n{options}")
+    options = "      heading: ada.train.train\n      toc_label: train.train\n"
+    lines.append(f"::: reinforce_ada_jax.train.train\n    options:\n{options}")
     return "\n".join(lines)
 
 

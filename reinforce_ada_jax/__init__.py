@@ -2,11 +2,10 @@
 
     import reinforce_ada_jax as ada
 
-The public names are declared in __init__.pyi and are imported on first use, so importing the package loads no JAX.
-docs/api.md has examples.
+The public names are imported on first use, so importing the package loads no JAX. __init__.pyi declares them for type
+checkers. docs/api.md has examples.
 """
 
-import ast
 import importlib
 import os
 import pathlib
@@ -28,28 +27,56 @@ if pathlib.Path((sys.argv or [""])[0]).name in ("-m", "reinforce-ada"):
 
 __version__ = "0.1.0"
 
-_DECLARED = ast.parse(pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
-# Public name: (module, name there).
+_MODULES = ("config", "train")
+# Public name: its module in the package, and after a colon its name there if that is another one.
 _PUBLIC = {
-    alias.asname or alias.name: (node.module, alias.name)
-    for node in _DECLARED
-    if isinstance(node, ast.ImportFrom) and node.module
-    for alias in node.names
+    "Config": "config",
+    "Engine": "sampling.engine",
+    "EngineOptions": "sampling.state",
+    "Group": "collection.advantages",
+    "LossConfig": "learning.loss",
+    "Pool": "types",
+    "Prompt": "types",
+    "Request": "types",
+    "RequestQueue": "types",
+    "Response": "types",
+    "Rollouts": "sampling.rollouts",
+    "SamplingParams": "sampling.state",
+    "Strategy": "collection.strategies",
+    "Verdict": "types",
+    "VerifierPool": "rewards.workers",
+    "anchored_advantages": "collection.advantages",
+    "balanced_group": "collection.groups",
+    "build_strategy": "collection.strategies:build",
+    "clipped_policy_loss": "learning.loss",
+    "collect": "collection.collect",
+    "defaults": "config",
+    "grade_gsm8k": "rewards.gsm8k:grade",
+    "grade_math": "rewards.math_answer:grade",
+    "grade_minerva": "rewards.minerva:grade",
+    "group_advantages": "collection.advantages",
+    "kl_estimate": "learning.loss",
+    "leave_one_out_advantages": "collection.advantages",
+    "load": "policy.huggingface",
+    "logits": "policy.transformer",
+    "make_group": "collection.advantages",
+    "objective_weight": "collection.objectives:weight",
+    "save": "policy.huggingface",
+    "validate": "config",
 }
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll]  (__init__.pyi declares it)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _PUBLIC:
         raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__all__)}."
+            f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__dir__())}."
         )
-    module_name, attribute = _PUBLIC[name]
-    if name in ("config", "train"):  # modules of that name; the module `train` can be called
-        return importlib.import_module(f"{__name__}.{name}")
-    value = globals()[name] = getattr(importlib.import_module(module_name), attribute)
+    module, _, other = _PUBLIC[name].partition(":")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), other or name)
     return value
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted((*_MODULES, *_PUBLIC, "__version__"))

@@ -1,6 +1,7 @@
-"""The public API, declared once: type checkers read this file, and the package imports these names on first use."""
+"""The public API for type checkers; __init__.py imports these names on first use."""
 
 from reinforce_ada_jax import config as config
+from reinforce_ada_jax import train as train
 from reinforce_ada_jax.collection.advantages import Group as Group
 from reinforce_ada_jax.collection.advantages import anchored_advantages as anchored_advantages
 from reinforce_ada_jax.collection.advantages import group_advantages as group_advantages
@@ -28,7 +29,6 @@ from reinforce_ada_jax.sampling.engine import Engine as Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts as Rollouts
 from reinforce_ada_jax.sampling.state import EngineOptions as EngineOptions
 from reinforce_ada_jax.sampling.state import SamplingParams as SamplingParams
-from reinforce_ada_jax.train import train as train
 from reinforce_ada_jax.types import Pool as Pool
 from reinforce_ada_jax.types import Prompt as Prompt
 from reinforce_ada_jax.types import Request as Request

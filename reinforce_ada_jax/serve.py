@@ -1,9 +1,9 @@
-"""Serves a Hugging Face folder over JetStream's gRPC protocol, or over HTTP.
+"""Serves Hugging Face folders: to OpenAI's clients, to the tinker client, or over JetStream's gRPC protocol.
 
-    python -m reinforce_ada_jax.serve --model=HF_DIR
+    python -m reinforce_ada_jax.serve --model=NAME=HF_DIR --port=8000
     python -m reinforce_ada_jax.serve --model=package:cipher --greedy
-    python -m reinforce_ada_jax.serve --model=NAME=HF_DIR --api=openai --port=8000
     python -m reinforce_ada_jax.serve --model=HF_DIR --api=tinker --workdir=DIR --port=8000
+    python -m reinforce_ada_jax.serve --model=HF_DIR --api=grpc --port=9000
 
 The engine is the one that training samples with. The first SIGINT (Ctrl-C) or SIGTERM stops it when the running
 responses have ended, or --grace_s seconds have; a second one stops it at once. Nothing that a client sends makes it
@@ -103,12 +103,8 @@ def check_processes(settings: ServerSettings) -> None:
             )
 
 
-def main(settings: ServerSettings) -> None:
-    """Checks what needs no weights, then serves."""
-    check_processes(settings)
-    if settings.api != "grpc":
-        serve_http(settings)
-        return
+def serve_grpc(settings: ServerSettings) -> None:
+    """Checks what needs no weights, then serves JetStream's interface."""
     from reinforce_ada_jax.distributed.program_cache import keep_programs
     from reinforce_ada_jax.serving import jetstream
 
@@ -119,8 +115,8 @@ def main(settings: ServerSettings) -> None:
         except ModuleNotFoundError as error:
             raise ValueError(f"serving needs more packages ({error}): {jetstream.REMEDY}") from error
         # These import JetStream and gRPC.
-        from reinforce_ada_jax.serving import server
-        from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
+        from reinforce_ada_jax.serving.jetstream import server
+        from reinforce_ada_jax.serving.jetstream.engine import JetStreamEngine
 
         bind(settings.host, settings.port).close()  # gRPC says in ten lines that it can't
         keep_programs(settings.compilation_cache)
@@ -129,6 +125,15 @@ def main(settings: ServerSettings) -> None:
     # Until the server listens to signals itself: an end without a stack trace, there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(server.serve(settings, components.folder, engine, functools.partial(_weights, components, settings)))
+
+
+def main(settings: ServerSettings) -> None:
+    """Serves one of the three interfaces."""
+    check_processes(settings)
+    if settings.api == "grpc":
+        serve_grpc(settings)
+    else:
+        serve_http(settings)
 
 
 def define_flags() -> None:

@@ -13,8 +13,6 @@ and what a checkpoint holds in training/state.py.
 import contextlib
 import dataclasses
 import pathlib
-import sys
-import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -137,16 +135,6 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
         if processes.is_writer():
             cost = here.iteration_line(inputs.config, inputs.components, inputs.strategy)
             print(summary.dry_run(inputs.config, f"{inputs.summary(folder)}\n{cost}"))
-
-
-class _Command(types.ModuleType):
-    """This module, which can be called: `reinforce_ada_jax.train` is both the command's module and the function."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> "reinforce_ada_jax.training.trained.TrainedRun":
-        return train(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Command
 
 
 if __name__ == "__main__":

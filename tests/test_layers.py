@@ -171,6 +171,16 @@ def test_what_is_allowed_is_no_violation(importer, line):
     assert violations({f"{PACKAGE}.{importer}": line}) == []
 
 
+def test_nothing_but_its_command_imports_the_grpc_interface():
+    interface = f"{PACKAGE}.serving.jetstream"
+    importers = {
+        name
+        for name, source in sources().items()
+        if any(each.startswith(interface) for each in imported(source)) and not name.startswith(interface)
+    }
+    assert importers == {f"{PACKAGE}.serve"}
+
+
 def test_a_room_that_no_layer_names_is_an_error():
     with pytest.raises(ValueError, match="'helpers' is in no layer"):
         violations({f"{PACKAGE}.helpers.text": "from reinforce_ada_jax import types"})

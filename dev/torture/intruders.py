@@ -119,7 +119,7 @@ def graders(bench: Bench) -> None:
 
 
 SERVED = (
-    "--model=package:cipher", "--greedy", "--slots=2", "--max_prompt_tokens=32", "--page_size=8",
+    "--model=package:cipher", "--api=grpc", "--greedy", "--slots=2", "--max_prompt_tokens=32", "--page_size=8",
     "--max_response_tokens=16", "--waiting=8", "--request_s=1", "--peer_calls=32",
 )  # fmt: skip
 

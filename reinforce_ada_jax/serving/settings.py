@@ -39,10 +39,10 @@ class ServerSettings:
         }
     )
     api: str = setting(
-        "grpc",
-        "grpc: JetStream's interface; openai: completions and chat over HTTP; tinker: training and sampling for the "
-        "tinker client.",
-        values.one_of(("grpc", "openai", "tinker")),
+        "openai",
+        "openai: completions and chat over HTTP; tinker: training and sampling for the tinker client; grpc: the "
+        "interface of JetStream.",
+        values.one_of(("openai", "tinker", "grpc")),
     )  # fmt: skip
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.")
     port: int = setting(9000, "Port to listen on; 0 chooses a free one and prints it.", _within(0, 65_535))

@@ -7,9 +7,9 @@ import grpc
 import pytest
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.serving import servicer as servicer_lib
-from reinforce_ada_jax.serving.admission import Admission
-from reinforce_ada_jax.serving.servicer import pb2
+from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
+from reinforce_ada_jax.serving.jetstream.admission import Admission
+from reinforce_ada_jax.serving.jetstream.servicer import pb2
 from tests.serving.test_servicer import Call, Ended, finish, make, settle, text_request
 
 METHOD = "/jetstream_proto.Orchestrator/"

@@ -20,7 +20,7 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving import jetstream
-from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
+from reinforce_ada_jax.serving.jetstream.engine import JetStreamEngine
 from reinforce_ada_jax.training.components import engine_options
 from reinforce_ada_jax.types import Prompt
 from tests.sampling import tiny

@@ -23,9 +23,9 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving import jetstream
-from reinforce_ada_jax.serving import server as server_lib
-from reinforce_ada_jax.serving import servicer as servicer_lib
-from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
+from reinforce_ada_jax.serving.jetstream import server as server_lib
+from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
+from reinforce_ada_jax.serving.jetstream.engine import JetStreamEngine
 from reinforce_ada_jax.serving.settings import ServerSettings, bind
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
@@ -39,7 +39,7 @@ CIPHER = components_lib.ASSETS / "cipher"
 LIMIT = 24
 STOP = 2
 # Greedy and float32, for the answers of a plain forward pass.
-FLAGS = ("--dtype=float32", "--greedy", "--port=0", "--max_prompt_tokens=32", "--page_size=8")
+FLAGS = ("--api=grpc", "--dtype=float32", "--greedy", "--port=0", "--max_prompt_tokens=32", "--page_size=8")
 
 
 @dataclasses.dataclass(eq=False)
@@ -288,7 +288,7 @@ def test_headers_without_an_end_are_refused(server, questions):
 def test_its_port_is_taken(server, capsys):
     port = int(server.address.split(":")[1])
     with pytest.raises(SystemExit) as ended:
-        serve.main(ServerSettings(model="package:cipher", port=port))
+        serve.main(ServerSettings("package:cipher", "grpc", port=port))
     assert ended.value.code == cli.BAD_INPUT
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith(f"error: cannot listen on 127.0.0.1, port {port} (Address already")
@@ -400,7 +400,7 @@ def test_grace_ends_and_a_second_signal_ends_everything(endless, questions):
 )
 def test_settings_that_are_refused(capsys, changes, parts):
     with pytest.raises(SystemExit) as ended:
-        serve.main(ServerSettings(**({"model": "package:cipher", "port": 0} | changes)))
+        serve.main(ServerSettings(**({"model": "package:cipher", "api": "grpc", "port": 0} | changes)))
     assert ended.value.code == cli.BAD_INPUT
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("error: ") and len(shown.err.splitlines()) < 15
@@ -414,7 +414,7 @@ def test_weights_that_do_not_fit(tmp_path, capfd):
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as ended:
-            serve.main(ServerSettings(model=str(tmp_path / "model"), port=0, slots=2))
+            serve.main(ServerSettings(str(tmp_path / "model"), "grpc", port=0, slots=2))
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == cli.BAD_INPUT
@@ -427,7 +427,7 @@ def test_without_jetstream_the_remedy_is_named(monkeypatch, capsys):
     monkeypatch.setattr(jetstream, "installed", lambda: False)
     monkeypatch.setattr(jetstream, "orchestrator", jetstream.orchestrator.__wrapped__)
     with pytest.raises(SystemExit) as ended:
-        serve.main(ServerSettings(model="package:cipher", port=0))
+        serve.main(ServerSettings("package:cipher", "grpc", port=0))
     assert ended.value.code == cli.BAD_INPUT
     assert "pip install --no-deps google-jetstream==0.2.2" in capsys.readouterr().err
 
@@ -452,7 +452,7 @@ def jetstream_engine(settings):
 
 def test_settings_reach_the_engine():
     settings = ServerSettings(
-        "package:cipher", slots=5, max_prompt_tokens=9, max_response_tokens=20, page_size=4, temperature=0.5,
+        "package:cipher", "grpc", slots=5, max_prompt_tokens=9, max_response_tokens=20, page_size=4, temperature=0.5,
         top_k=3, top_p=0.9, dtype="float32", seed=7,
     )  # fmt: skip
     options = serve.build(settings).engine.options
@@ -466,7 +466,7 @@ def test_settings_reach_the_engine():
 def test_after_the_warm_up_nothing_is_compiled():
     # With the sizes of `server`, whose programs these are.
     settings = ServerSettings(
-        "package:cipher", slots=3, page_size=8, max_prompt_tokens=32, max_response_tokens=LIMIT, dtype="float32"
+        "package:cipher", "grpc", slots=3, page_size=8, max_prompt_tokens=32, max_response_tokens=LIMIT, dtype="float32"
     )
     components, engine = jetstream_engine(settings)
     params = engine.load_params(huggingface.load(components.folder, components.mesh, "float32")[1])
@@ -502,7 +502,7 @@ def test_the_status_line_comes_only_when_there_is_news(monkeypatch, capsys):
 
 
 def test_a_public_address_is_called_that():
-    settings = ServerSettings("package:cipher", slots=1, host="0.0.0.0")
+    settings = ServerSettings("package:cipher", "grpc", slots=1, host="0.0.0.0")
     components, engine = jetstream_engine(settings)
     assert "0.0.0.0:9000, gRPC without encryption or passwords: anyone who reaches it may use it" in server_lib.summary(
         settings, components.folder, engine, 9000

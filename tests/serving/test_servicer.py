@@ -11,8 +11,8 @@ import pytest
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.serving import servicer as servicer_lib
-from reinforce_ada_jax.serving.servicer import PREFILLED, Servicer, pb2
+from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
+from reinforce_ada_jax.serving.jetstream.servicer import PREFILLED, Servicer, pb2
 from reinforce_ada_jax.training import components as components_lib
 from tests.serving.test_tokenizer import of_bytes
 

@@ -35,7 +35,7 @@ import reinforce_ada_jax as ada
 from tests.running import tiny
 settings, runs = json.loads(sys.argv[1])
 for workdir, changes in runs.items():
-    run = ada.train(tiny(**settings | {"evaluation.benchmarks": ()} | changes), workdir)
+    run = ada.train.train(tiny(**settings | {"evaluation.benchmarks": ()} | changes), workdir)
     print(json.dumps({name: run.metrics[0][name] for name in ("reward/pool", "collection/verifier_failures")}))
 """
 

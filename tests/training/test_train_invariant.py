@@ -14,7 +14,7 @@ import reinforce_ada_jax as ada
 from tests.running import tiny
 settings, runs = json.loads(sys.argv[1])
 for workdir, changes in runs.items():
-    ada.train(tiny(**settings | {"evaluation.benchmarks": ()} | changes), workdir)
+    ada.train.train(tiny(**settings | {"evaluation.benchmarks": ()} | changes), workdir)
 """
 SETTINGS = {
     "model.numerics": "invariant", "iterations": 3, "evaluation.every": 0, "logging.tensorboard": False,

@@ -18,9 +18,9 @@ from reinforce_ada_jax.learning.platform import describe_dtype
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import buckets
 from reinforce_ada_jax.serving import jetstream
-from reinforce_ada_jax.serving import servicer as servicer_lib
-from reinforce_ada_jax.serving.admission import Admission
-from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
+from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
+from reinforce_ada_jax.serving.jetstream.admission import Admission
+from reinforce_ada_jax.serving.jetstream.engine import JetStreamEngine
 from reinforce_ada_jax.serving.settings import ServerSettings
 
 STATUS_EVERY_S = 10.0

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from reinforce_ada_jax.serving.servicer import Servicer, pb2, refuse
+from reinforce_ada_jax.serving.jetstream.servicer import Servicer, pb2, refuse
 
 
 class Admission:
