@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -250,8 +249,7 @@ def begin(
     if has_weights:
         params = components_lib.load_params(config, components)
     else:
-        dtype = jnp.dtype(config.model.parameter_dtype)
-        params = transformer.init(components.architecture, jax.random.key(config.seed), components.mesh, dtype)
+        params = transformer.init(components.architecture, jax.random.key(config.seed), components.mesh)
     strategy = strategies.build(config.collection, regularized=config.regularized)
     selection = selection_lib.build(config.collection, prompts, config.seed, extra_batches=strategy.extra_batches)
     learner = Learner(components.architecture, config, components.mesh)

@@ -34,9 +34,9 @@ TIMES = {"draw_s": "time/collect_s", "update_s": "time/update_s", "hand_over_s":
 
 def variants(config: Config) -> dict[str, dict[str, Any]]:
     """Returns the settings of each variant: the same two sides at once and in turn, and all devices for both."""
-    sampler, learner = config.mesh.sampler or 1, config.mesh.learner or 1
-    split = {"mesh.sampler": sampler, "mesh.learner": learner}
-    both = {"mesh.sampler": 0, "mesh.learner": 0, "mesh.data": config.mesh.data * (1 + sampler // learner)}
+    sampler, learner = config.mesh.sampler or 1, config.mesh.learner
+    split = {"mesh.sampler": sampler}
+    both = {"mesh.sampler": 0, "mesh.data": config.mesh.data * (1 + sampler // learner)}
     return {
         "split": split | {"collection.max_staleness": 1},
         "turns": split | {"collection.max_staleness": 0},

@@ -183,7 +183,7 @@ def test_too_few_pages_for_one_response(tmp_path, capsys):
 def test_a_users_strategy_that_does_not_go_with_the_devices(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("from reinforce_ada_jax.collection.strategies import estimate as mine\n")
-    split = {"collection.strategy": f"{file}:mine", "estimator.kind": "value", "mesh.sampler": 1, "mesh.learner": 1}
+    split = {"collection.strategy": f"{file}:mine", "estimator.kind": "value", "mesh.sampler": 1}
     refused_run(tmp_path, capsys, "estimator.kind is 'value'", "use 'ema'", **split)
 
 

@@ -112,13 +112,13 @@ def learn(
         differ in the direction of their updates, not in their size, which an optimiser such as Adam removes too.
       seed: seed of all draws.
     """
-    strategy, rng, settings = strategies.build(config), np.random.default_rng(seed), EstimatorConfig()
+    strategy, rng = strategies.build(config), np.random.default_rng(seed)
     if strategy.needs_estimates or (strategy.coefficients is not None and strategy.plan is not None):
         raise ValueError(
             "learning curves follow no estimates of a control variate or of other coefficients: use the control "
             "variate constant, or leave out the plan or the coefficients."
         )
-    ema = Ema(decay=settings.decay, prior_correct=settings.prior_correct, prior_wrong=settings.prior_wrong)
+    ema = Ema(decay=EstimatorConfig().decay)
     names = [f"{index:06d}" for index in range(len(pass_rates))]
 
     terms = terms_by_state(strategy)

@@ -20,7 +20,6 @@ from reinforce_ada_jax.config.rules import (
     validate,
 )
 from reinforce_ada_jax.config.settings import (
-    DAY,
     INSTRUCTION,
     SYSTEM,
     CheckpointConfig,
@@ -43,7 +42,7 @@ from reinforce_ada_jax.config.settings import (
 )
 
 __all__ = [
-    "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "SYSTEM", "CheckpointConfig", "CodeConfig", "CollectionConfig",
+    "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "SYSTEM", "CheckpointConfig", "CodeConfig", "CollectionConfig",
     "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "JudgeConfig",
     "LearningConfig", "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig",
     "SftConfig", "check", "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten", "from_json",

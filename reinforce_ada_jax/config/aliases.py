@@ -35,6 +35,7 @@ class Alias:
 
 _BATCH = "Set learning.prompts_per_update: prompts of one update on all devices, not responses of one device."
 _UPDATES = "It counts updates. Set {}, in iterations of collection.prompts_per_iteration prompts."
+_WHOLE = "Training samples come from the whole distribution, which scores know. evaluation.{} is for evaluations."
 _GROUP = "Responses of a prompt in the update. balance, positive and estimate draw samples_per_round at a time."
 _NEVER_CUT = "A longer prompt is an error, never cut."
 _DEVIATION = "The deviation is that of all responses drawn for the prompt."
@@ -48,6 +49,8 @@ ALIASES = {
     "max_completion_length": Alias("TRL", ("sampling.max_response_tokens",)),
     "max_tokens_to_generate": Alias("tunix", ("sampling.max_response_tokens",)),
     "max_prompt_length": Alias("TRL, tunix", ("data.max_prompt_tokens",), _NEVER_CUT),
+    "top_k": Alias("TRL, tunix", (), _WHOLE.format("top_k")),
+    "top_p": Alias("TRL, tunix", (), _WHOLE.format("top_p")),
     "temperature": Alias("TRL, tunix", ("sampling.temperature",)),
     "beta": Alias("TRL, tunix", ("learning.kl_coefficient",)),
     "epsilon": Alias("TRL, tunix", _CLIP, "Both bounds; epsilon_high sets the upper one alone."),

@@ -14,12 +14,11 @@ from reinforce_ada_jax.files import buckets
 # A resume may change these; any other difference is another run.
 RESUMABLE = (
     *("iterations", "checkpoint", "evaluation", "logging", "sft.validation"),
-    *("sampling.check_invariants", "learning.non_finite", "learning.max_skipped"),
-    *("environment.max_failed", "reward.max_failed"),
+    *("sampling.check_invariants", "learning.max_skipped", "reward.max_failed"),
     *("judge.url", "judge.key_variable"),
 )
 # What an evaluation of a run must have in common with it. `evaluation` and everything that only changes speed is free.
-DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction", "data.date")
+DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction")
 SHOWN = 3  # lines of differences in a message
 GRADED_BY = (
     *(f"reward.{key}" for key in ("kind", "path", "weights", "completions", "positive_threshold")),

@@ -73,16 +73,6 @@ def texts_belong_to_chat(config: Config) -> None:
         )
 
 
-def master_weights_are_float32(config: Config) -> None:
-    """Master weights are float32: most optimiser steps are smaller than bfloat16 can represent."""
-    if config.model.parameter_dtype != "float32":
-        raise ValueError(
-            f"model.parameter_dtype is {config.model.parameter_dtype!r}: a step of the optimiser is less than bfloat16 "
-            "weights can tell apart, and most would never change. Use float32; learning.first_moment_dtype=bfloat16 "
-            "and lora.rank save memory."
-        )
-
-
 def invariant_numerics_are_possible(config: Config) -> None:
     """Invariant numerics need float32, no int8, the attention auto, and one device for each of sampler and learner."""
     if config.model.numerics == "fast":
@@ -107,14 +97,6 @@ def invariant_numerics_are_possible(config: Config) -> None:
             )
 
 
-def function_has_a_path(config: Config) -> None:
-    """The kind "function" needs reward.path."""
-    if config.reward.kind == "function" and not config.reward.path:
-        raise ValueError(
-            "reward.kind is 'function', but reward.path is empty: name yours, --config.reward.path=FILE.py:FUNCTION."
-        )
-
-
 def kinds(config: Config) -> set[str]:
     """Returns the kinds of reward that grade responses or benchmarks; a reward of the user's has none."""
     named = {entry.rpartition("=")[2] for entry in config.evaluation.graders}
@@ -122,11 +104,14 @@ def kinds(config: Config) -> set[str]:
 
 
 def own_code_has_workers(config: Config) -> None:
-    """A reward of your own, and the kinds code and judge, run in worker processes only."""
+    """A reward or an environment of your own, and the kinds code and judge, run in worker processes only."""
     reward, limited = config.reward, sorted(kinds(config) & {"code", "judge"})
-    if reward.workers or not (reward.path or limited):
+    named = {"reward.path": reward.path, "environment.path": config.environment.path}
+    if limited:
+        named["reward.kind or evaluation.graders"] = limited[0]
+    what = next((f"{key} is {value!r}" for key, value in named.items() if value), "")
+    if reward.workers or not what:
         return
-    what = f"reward.path is {reward.path!r}" if reward.path else f"reward.kind or evaluation.graders is {limited[0]!r}"
     raise ValueError(
         f"reward.workers is 0, and {what}: it is run in grading processes only, which can be limited and replaced. Use "
         "at least 1."
@@ -188,7 +173,7 @@ def an_environment_gives_the_rewards(config: Config) -> None:
     if not environment.path:
         return
     named = f"environment.path is {environment.path!r}"
-    if reward.path or reward.kind in ("code", "judge", "function"):
+    if reward.path or reward.kind in ("code", "judge"):
         other = f"reward.path is {reward.path!r}" if reward.path else f"reward.kind is {reward.kind!r}"
         raise ValueError(f"{named} and {other}: the environment gives the reward. Leave one of them out.")
     if config.data.template == "plain":
@@ -273,17 +258,6 @@ def importance_has_a_cap(config: Config) -> None:
         )
 
 
-def policy_is_sampled_whole(config: Config) -> None:
-    """Training samples are not truncated: top_k 0 and top_p 1."""
-    sampling = config.sampling
-    if sampling.top_k != 0 or sampling.top_p != 1:
-        raise ValueError(
-            f"sampling.top_k is {sampling.top_k} and sampling.top_p {sampling.top_p}: training samples must come from "
-            "the policy as it is (0 and 1.0), or every ratio of the update is wrong. To cut off the tail in "
-            "evaluations, set evaluation.top_k and evaluation.top_p."
-        )
-
-
 def overlap_knows_its_prompts(config: Config) -> None:
     """Overlap needs a strategy that does not plan draws (estimate), shuffled prompts, and no barrier."""
     collection = config.collection
@@ -339,19 +313,13 @@ def check_strategy(config: Config, *, max_age: int | None, estimates: bool) -> N
 
 
 def devices_are_split(config: Config) -> None:
-    """mesh.sampler and mesh.learner are 0. Or mesh.tensor divides both, and mesh.learner is the axes' product.
+    """mesh.tensor divides mesh.sampler.
 
-    Neither overlap_iterations nor estimates of the estimator value go with them.
+    Neither overlap_iterations nor estimates of the estimator value go with a sampler of its own.
     """
-    mesh, axes = config.mesh, math.prod(config.mesh.axes.values())
-    if not mesh.sampler and not mesh.learner:
+    mesh = config.mesh
+    if not mesh.sampler:
         return
-    if not mesh.sampler or mesh.learner != axes:
-        raise ValueError(
-            f"mesh.sampler is {mesh.sampler} and mesh.learner {mesh.learner}, with mesh.data * mesh.fsdp * mesh.tensor "
-            f"= {axes}: the axes are those of the learner. Set both numbers, and the axes so that their product is "
-            f"mesh.learner (mesh.learner = {axes}); or both to 0, so that all devices do both."
-        )
     _check_multiple("mesh.sampler", mesh.sampler, "mesh.tensor", mesh.tensor)
     if config.collection.overlap_iterations:
         raise ValueError(
@@ -366,7 +334,7 @@ def _check_estimates(config: Config) -> None:
     if config.mesh.sampler and config.estimator.kind == "value":
         raise ValueError(
             "estimator.kind is 'value', whose estimates need the current weights on the sampler's devices "
-            f"(mesh.sampler is {config.mesh.sampler}): use 'ema', or set mesh.sampler and mesh.learner to 0."
+            f"(mesh.sampler is {config.mesh.sampler}): use 'ema', or set mesh.sampler to 0."
         )
 
 
@@ -404,12 +372,12 @@ def pages_hold_a_response(config: Config) -> None:
 
 FIRST: tuple[Callable[[Config], None], ...] = (model_and_prompts_are_named,)  # before the values of single settings
 RULES: tuple[Callable[[Config], None], ...] = (
-    texts_belong_to_chat, master_weights_are_float32, invariant_numerics_are_possible,
-    function_has_a_path, an_environment_gives_the_rewards, own_code_has_workers, a_test_fits_the_grading,
+    texts_belong_to_chat, invariant_numerics_are_possible,
+    an_environment_gives_the_rewards, own_code_has_workers, a_test_fits_the_grading,
     a_judge_is_complete,
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
-    corrections_weigh_whole_responses, importance_has_a_cap, policy_is_sampled_whole,
+    corrections_weigh_whole_responses, importance_has_a_cap,
     overlap_knows_its_prompts, drawn_ahead_is_young, devices_are_split,
     barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip

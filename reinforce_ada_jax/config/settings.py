@@ -6,7 +6,7 @@ paper's runs (arXiv 2510.04996) and its reference program.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from reinforce_ada_jax.config import values
 from reinforce_ada_jax.config.values import Allowed, empty_or_one_of, one_of
@@ -14,7 +14,6 @@ from reinforce_ada_jax.config.values import Allowed, empty_or_one_of, one_of
 # The wording of the paper's runs: the system message, and the text after the problem in the user's message.
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
-DAY = "2024-07-26"  # the date that Llama's templates use when none is given
 
 
 def setting(default: Any, text: str, allowed: Allowed | None = None, rule: str = "") -> Any:
@@ -41,10 +40,6 @@ class ModelConfig:
     compute_dtype: str = setting(
         "auto", "Precision of products and activations; auto: float32 on CPUs, where bfloat16 is slow, and bfloat16 "
         "elsewhere; a run keeps that of its start.", one_of(("auto", *values.DTYPES)),
-    )  # fmt: skip
-    parameter_dtype: str = setting(
-        "float32", "Precision of the weights that the optimiser updates.", one_of(values.DTYPES),
-        rule="master_weights_are_float32",
     )  # fmt: skip
     numerics: str = setting(
         "fast", '"invariant": log-probabilities of sampler and learner have the same bits, for any slots, pages, '
@@ -77,7 +72,6 @@ class DataConfig:
     instruction: str = setting(
         INSTRUCTION, 'Text after the problem and a space in "chat".', rule="texts_belong_to_chat"
     )
-    date: str = setting(DAY, "Date for templates that print one (Llama-3.2), so that runs repeat.", values.DATE)
     max_prompt_tokens: int = setting(
         1024, "Longest prompt in tokens; a longer one is an error and is never cut.", values.AT_LEAST_1
     )
@@ -87,13 +81,10 @@ class DataConfig:
 class RewardConfig:
     """Grading of responses."""
 
-    kind: str = setting(
-        "math", 'Built-in grader; "function" for your own.', one_of((*values.REWARDS, "function")),
-        rule="function_has_a_path",
-    )  # fmt: skip
+    kind: str = setting("math", "Built-in grader.", one_of(values.REWARDS))
     path: str = setting(
         "", '"file.py:function" of your own, with a signature of ours, TRL, tunix or verl (docs/how_to/reward.md); '
-        "several with commas between them. Replaces any kind.", values.USER_FUNCTIONS, rule="own_code_has_workers",
+        "several with commas between them. Replaces kind.", values.USER_FUNCTIONS, rule="own_code_has_workers",
     )  # fmt: skip
     weights: tuple[float, ...] = setting(
         (), "Weights of the functions of path, in their order; empty: 1 for each.", values.FINITE_NUMBERS,
@@ -109,7 +100,7 @@ class RewardConfig:
     )  # fmt: skip
     time_limit_s: float = setting(6.0, "Seconds for one grading; the worker is killed after that.", values.POSITIVE)
     max_failed: float = setting(
-        0.5, "Share of the responses of an iteration that may fail to be graded; above it the run stops.", values.SHARE
+        0.5, "Share of the responses of an iteration whose grading may fail; above it the run stops.", values.SHARE
     )
     positive_threshold: float = setting(
         0.7, "A reward above it counts as correct, for stopping rules and pass rates.", values.FINITE
@@ -171,20 +162,15 @@ class EnvironmentConfig:
 
     path: str = setting(
         "", '"file.py:Class" of your own, or "verifiers:NAME", an environment of that package '
-        "(docs/how_to/environments.md). It makes the first messages of each problem, and replaces the reward. "
+        "(docs/how_to/environments.md). It makes the first messages of each problem, and replaces the reward, whose "
+        "workers, time_limit_s (for one answer) and max_failed are those of its processes. "
         "sampling.max_response_tokens bounds a whole trajectory.", values.ENVIRONMENT,
         rule="an_environment_gives_the_rewards",
     )  # fmt: skip
-    workers: int = setting(2, "Processes, each with many environments.", values.AT_LEAST_1)
     max_turns: int = setting(8, "Most turns of the model; a trajectory that needs more has failed.", values.AT_LEAST_1)
     max_turn_tokens: int = setting(
         0, "Longest turn of the model in tokens; 0: what the trajectory leaves.", values.NOT_NEGATIVE
     )
-    timeout_s: float = setting(10.0, "Seconds for one answer; the process is killed after that.", values.POSITIVE)
-    max_failed: float = setting(
-        0.5, "Share of the trajectories of an iteration whose environment may fail; above it the run stops.",
-        values.SHARE,
-    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,10 +295,6 @@ class EstimatorConfig:
         "ema", '"ema": each prompt\'s own history; "value": a head on the last prompt token.', one_of(("ema", "value"))
     )
     decay: float = setting(0.85, "ema: factor of the old counts at each new iteration.", values.BELOW_1)
-    prior_correct: float = setting(0.5, "ema: a of the Beta prior.", values.POSITIVE)
-    prior_wrong: float = setting(0.5, "ema: b of the Beta prior.", values.POSITIVE)
-    learning_rate: float = setting(3e-2, "value: learning rate of the head.", values.POSITIVE)
-    steps: int = setting(8, "value: optimiser steps on the pools of each iteration.", values.AT_LEAST_1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,12 +302,6 @@ class SamplingConfig:
     """Training samples and the engine that draws them."""
 
     temperature: float = setting(1.0, "Sampling temperature of training.", values.POSITIVE)
-    top_k: int = setting(
-        0, "Only 0: training samples come from the whole distribution.", rule="policy_is_sampled_whole"
-    )
-    top_p: float = setting(
-        1.0, "Only 1.0: training samples come from the whole distribution.", rule="policy_is_sampled_whole"
-    )
     max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.AT_LEAST_1)
     slots: int = setting(
         0, "Responses decoded at the same time in each of mesh.data * mesh.fsdp replicas (with mesh.sampler, in each "
@@ -366,6 +342,10 @@ class SamplingConfig:
     check_invariants: bool = setting(
         False, "Check all pages, rows and requests after every window; slow, for finding faults."
     )
+
+    # Training samples come from the whole distribution: a score, and with it a ratio, does not know a truncation.
+    top_k: ClassVar[int] = 0
+    top_p: ClassVar[float] = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -446,11 +426,10 @@ class LearningConfig:
         one_of(("token", "sequence", "mask")), rule="importance_has_a_cap",
     )  # fmt: skip
     importance_floor: float = setting(0.5, 'With importance "mask": the least weight that counts.', values.SHARE)
-    non_finite: str = setting(
-        "stop", 'If a loss, gradient or log-probability is not finite: "stop" the run, or "skip" the update.',
-        one_of(("stop", "skip")),
+    max_skipped: int = setting(
+        0, "Most updates in a row that are skipped because a loss, gradient or log-probability is not finite; one more "
+        "stops the run.", values.NOT_NEGATIVE,
     )  # fmt: skip
-    max_skipped: int = setting(3, "Most skipped updates in a row before the run stops.", values.NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -495,13 +474,14 @@ class MeshConfig:
     )
     tensor: int = setting(1, "Devices that share each product.", values.AT_LEAST_1)
     sampler: int = setting(
-        0, "Devices that only draw, while those of the learner update; 0: all devices do both, in turn.",
+        0, "Devices that only draw, beside data * fsdp * tensor devices that update; 0: all devices do both, in turn.",
         values.NOT_NEGATIVE, rule="devices_are_split",
     )  # fmt: skip
-    learner: int = setting(
-        0, "With mesh.sampler: devices of the learner, mesh.data * mesh.fsdp * mesh.tensor; else 0.",
-        values.NOT_NEGATIVE, rule="devices_are_split",
-    )  # fmt: skip
+
+    @property
+    def learner(self) -> int:
+        """Number of devices of the learner."""
+        return self.data * self.fsdp * self.tensor
 
     @property
     def axes(self) -> dict[str, int]:
@@ -525,10 +505,6 @@ class CheckpointConfig:
     keep_every: int = setting(0, "Also keep a checkpoint every this many iterations; 0: none.", values.NOT_NEGATIVE)
     notice_s: float = setting(
         25.0, "Seconds from SIGTERM or a notice to the end of a machine; no longer save is begun; 0: no limit.",
-        values.NOT_NEGATIVE,
-    )  # fmt: skip
-    responses_mb: int = setting(
-        2000, "Most megabytes of responses that are kept for a resume, of iterations without a checkpoint; 0: none.",
         values.NOT_NEGATIVE,
     )  # fmt: skip
     accept_changed_reward: bool = setting(

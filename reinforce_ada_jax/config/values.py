@@ -1,7 +1,6 @@
 """Allowed values of a single setting: choices, ranges and forms of text. Rules between settings are in rules.py."""
 
 import dataclasses
-import datetime
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -134,20 +133,11 @@ TARGETS = Allowed(
 )
 
 
-def _is_date(text: str) -> bool:
-    try:
-        datetime.date.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_grader(entry: str) -> bool:
     benchmark, separator, kind = entry.rpartition("=")
     return bool(benchmark and separator) and kind in REWARDS
 
 
-DATE = Allowed("be a date such as 2024-07-26", _is_date)
 GRADERS = Allowed(
     f"have entries of the form BENCHMARK=KIND, with KIND one of {', '.join(REWARDS)}",
     lambda entries: all(_is_grader(entry) for entry in entries),

@@ -19,11 +19,12 @@ from typing import Any
 import jinja2
 from jinja2 import exceptions, ext, nodes, sandbox, utils, visitor
 
-from reinforce_ada_jax.config import DAY, INSTRUCTION, SYSTEM, Config
+from reinforce_ada_jax.config import INSTRUCTION, SYSTEM, Config
 from reinforce_ada_jax.files import model_files
 
 # Llama's templates print a date: with today's, a run would depend on more than its seed. This is their default.
-DATE = datetime.date.fromisoformat(DAY)
+# For templates that print a date, so that runs repeat: the one that Llama's use when none is given.
+DATE = datetime.date(2024, 7, 26)
 # Limits of a template and one rendering: the longest published template has 10,000 characters, and one iteration per
 # message.
 MAX_SOURCE, MAX_ITERATIONS, MAX_SIZE, MAX_SECONDS = 10**6, 10**5, 10**6, 2.0
@@ -57,8 +58,8 @@ CHAT = Chat()
 
 
 def chat_from_config(config: Config) -> Chat:
-    """Returns the `Chat` of `data.system`, `data.instruction` and `data.date`."""
-    return Chat(config.data.system, config.data.instruction, datetime.date.fromisoformat(config.data.date))
+    """Returns the `Chat` of `data.system` and `data.instruction`."""
+    return Chat(config.data.system, config.data.instruction)
 
 
 def _offer_tools(

@@ -100,13 +100,13 @@ def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
     if jax.process_count() > 1:
         raise ValueError(
             f"mesh.sampler is {chosen.sampler}, and the run has {jax.process_count()} processes: the devices of one "
-            "process can be split into a sampler's and a learner's, not yet those of several. Set mesh.sampler and "
-            "mesh.learner to 0, or use one process."
+            "process can be split into a sampler's and a learner's, not yet those of several. Set mesh.sampler to "
+            "0, or use one process."
         )
     if needed > len(devices):
         raise ValueError(
-            f"mesh.learner + mesh.sampler = {chosen.learner} + {chosen.sampler} = {needed}, but there are "
-            f"{len(devices)} devices ({devices[0].platform}): lower one of them, or run where there are more."
+            f"mesh.data * mesh.fsdp * mesh.tensor + mesh.sampler = {chosen.learner} + {chosen.sampler} = {needed}, but "
+            f"there are {len(devices)} devices ({devices[0].platform}): lower one of them, or run where there are more."
         )
     learner = make_mesh(chosen.data, chosen.fsdp, chosen.tensor, devices[: chosen.learner])
     replicas = chosen.sampler // chosen.tensor

@@ -106,8 +106,8 @@ class EnvironmentPool:
             names="environment processes",
             loads=repr(reference),
             refusal=f"environment.path is {reference!r}",
-            limit="environment.timeout_s",
-            number="environment.workers",
+            limit="reward.time_limit_s",
+            number="reward.workers",
             output=output,
         )
         self._lock, self._keys = threading.Lock(), itertools.count()

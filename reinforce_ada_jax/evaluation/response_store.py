@@ -73,14 +73,14 @@ def drawn_with(
     keys = ("temperature", "top_k", "top_p", "max_response_tokens")
     return {
         "model": fingerprint,
-        **{key: getattr(config.model, key) for key in ("parameter_dtype", "compute_dtype")},
+        "compute_dtype": config.model.compute_dtype,
         **{key: getattr(config.sampling, key) for key in ("kv_dtype", "weight_dtype")},
         "seed": config.seed,
         "samples": samples,
         **{key: getattr(settings, key) for key in keys},
         **details,
         **_environment(config),
-        **{key: getattr(config.data, key) for key in ("template", "system", "instruction", "date")},
+        **{key: getattr(config.data, key) for key in ("template", "system", "instruction")},
         "problems": hash_of_problems(prompts),
     }
 

@@ -24,6 +24,8 @@ from reinforce_ada_jax.types import Pool, Prompt
 
 # In one forward pass.
 PROMPTS_AT_A_TIME = 16
+# Of Adam, and its steps on the draws of an iteration; measured on cipher (`prompt_features`).
+LEARNING_RATE, STEPS = 3e-2, 8
 # Estimates stay this far from 0 and 1, for allocations divide by p and by 1 - p.
 MARGIN = 1e-3
 
@@ -109,8 +111,8 @@ class ValueHead:
         *,
         dtype: DTypeLike,
         max_prompt_tokens: int,
-        learning_rate: float,
-        steps: int,
+        learning_rate: float = LEARNING_RATE,
+        steps: int = STEPS,
         rows: int = PROMPTS_AT_A_TIME,
     ):
         """Makes a head before its first fit.

@@ -123,7 +123,7 @@ def _mesh_over(topology: str, config: Config) -> Mesh:
     if config.mesh.sampler:
         raise ValueError(
             f"mesh.sampler is {config.mesh.sampler}: the programs of a slice are checked where all devices draw and "
-            "learn. Set mesh.sampler and mesh.learner to 0, and check a slice of the learner's devices, then one of "
+            "learn. Set mesh.sampler to 0, and check a slice of the learner's devices, then one of "
             "the sampler's."
         )
     devices = topology_devices(topology)

@@ -407,26 +407,23 @@ def load_params(config: Config, components: Components, dtype: str | None = None
     In `dtype`, or else as master weights; where adapters are trained, in the precision that they are computed with.
     """
     model = config.model
-    dtype = dtype or (model.compute_dtype if config.lora.rank else model.parameter_dtype)
+    dtype = dtype or (model.compute_dtype if config.lora.rank else "float32")
     return huggingface.load(components.folder, components.mesh, jnp.dtype(dtype))[1]
 
 
 def new_adapters(config: Config, components: Components, chosen: lora.Lora) -> Params:
     """The adapters that a run begins with: a function of its seed."""
-    key, dtype = jax.random.key(config.seed), jnp.dtype(config.model.parameter_dtype)
-    return lora.init(components.architecture, chosen, key, components.mesh, dtype)
+    return lora.init(components.architecture, chosen, jax.random.key(config.seed), components.mesh, jnp.float32)
 
 
 def make_estimator(config: Config, components: Components) -> Ema | ValueHead:
     """The estimator of pass rates that the `estimator` section describes."""
     estimator = config.estimator
     if estimator.kind == "ema":
-        return Ema(decay=estimator.decay, prior_correct=estimator.prior_correct, prior_wrong=estimator.prior_wrong)
+        return Ema(decay=estimator.decay)
     return ValueHead(
         components.architecture,
         components.mesh,
         dtype=jnp.dtype(config.model.compute_dtype),
         max_prompt_tokens=config.data.max_prompt_tokens,
-        learning_rate=estimator.learning_rate,
-        steps=estimator.steps,
     )

@@ -50,7 +50,7 @@ class Environments:
         """
         settings, self._config, self._tokenizer = config.environment, config, tokenizer
         reference = loading.file_reference(settings.path)
-        self.pool = EnvironmentPool(reference, settings.workers, settings.timeout_s)
+        self.pool = EnvironmentPool(reference, config.reward.workers, config.reward.time_limit_s)
         self.pool.check()
         self.tools = self.pool.tools
         self._chat = dataclasses.replace(chat_from_config(config), tools=self.tools)

@@ -15,7 +15,7 @@ from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.reporting import samples
-from reinforce_ada_jax.training import reward_check
+from reinforce_ada_jax.training import response_journal, reward_check
 from reinforce_ada_jax.training.drawing import Drawn, choose, draw, draw_metrics, make_groups
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState
@@ -97,7 +97,7 @@ def _keep(run: Run, state: RunState, collected: CollectedShard) -> None:
     if run.journal is not None and not run.journal.write(state, collected):
         run.progress.say(
             f"iteration {state.iteration + 1}: its responses are not kept for a resume. They would need more than "
-            f"checkpoint.responses_mb ({run.config.checkpoint.responses_mb:,}) with those kept before."
+            f"{response_journal.MOST_BYTES / 1e9:g} GB with those kept before."
         )
 
 

@@ -23,6 +23,8 @@ from reinforce_ada_jax.types import PartialRollouts, Prompt
 
 FOLDER, SUFFIX = "unfinished", ".responses"  # in the work directory; a line of JSON, then a CollectedShard
 TOKEN_BYTES = 8
+# Of iterations without a checkpoint, 250 million tokens: more are drawn again, and no disk is filled by them.
+MOST_BYTES = 2 * 10**9
 
 
 class ResponseJournal:
@@ -33,7 +35,7 @@ class ResponseJournal:
         workdir: pathlib.Path,
         identity: Mapping[str, Any],
         *,
-        limit_bytes: int,
+        limit_bytes: int = MOST_BYTES,
         broken_off: bool,
         ready: Callable[[], None] = lambda: None,
     ):
@@ -42,7 +44,7 @@ class ResponseJournal:
         Args:
           workdir: of the run.
           identity: of the run; files with another one are not used.
-          limit_bytes: most bytes of all files together; 0: nothing is kept.
+          limit_bytes: most bytes of all files together.
           broken_off: also keep the responses of a collection that is not complete. The others are then drawn in other
             slots, so this needs devices, or numerics, that round alike in each slot.
           ready: waits until the program of the fingerprints is compiled.
@@ -51,14 +53,14 @@ class ResponseJournal:
         self._identity, self._ready = json_hash(identity), ready
         self._keeps_broken_off = broken_off
         self._broken_off: dict[int, CollectedShard] = {}
-        files = self._folder.glob(f"*{SUFFIX}") if processes.is_writer() and limit_bytes else ()
+        files = self._folder.glob(f"*{SUFFIX}") if processes.is_writer() else ()
         found = json.dumps([int(file.stem) for file in files if file.stem.isdecimal()])
         self._found: set[int] = set(json.loads(processes.of_writer(found)))
 
     def begin(self, iteration: int) -> CollectedShard | None:
         """Returns a record for the responses of a collection that may be broken off; None if they are not kept."""
         self._broken_off.clear()
-        if self._limit_bytes and self._keeps_broken_off:
+        if self._keeps_broken_off:
             self._broken_off[iteration] = CollectedShard([])
         return self._broken_off.get(iteration)
 
@@ -87,8 +89,6 @@ class ResponseJournal:
 
         Returns False if it is larger than the limit allows.
         """
-        if not self._limit_bytes:
-            return True
         content = to_bytes(collected)
         header = self._header(state, content)
         if not processes.is_writer():

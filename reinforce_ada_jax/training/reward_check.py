@@ -114,17 +114,16 @@ def too_many_failed(
     config: Config, graders: VerifierPool | EnvironmentPool, what: str, verdicts: Sequence[Verdict], remedy: str
 ) -> str:
     """Returns the message for too many responses whose grading failed, with the first traceback; else ""."""
-    of_environment = bool(config.environment.path)
-    section, key = (config.environment, "environment") if of_environment else (config.reward, "reward")
-    failed, total, limit = sum(verdict.reason in FAILURES for verdict in verdicts), len(verdicts), section.max_failed
+    failed, total = sum(verdict.reason in FAILURES for verdict in verdicts), len(verdicts)
+    limit = config.reward.max_failed
     if failed <= limit * total and failed < max(total, 1):
         return ""
-    reward = section.path or f"reward.kind={config.reward.kind}"
+    reward = config.environment.path or config.reward.path or f"reward.kind={config.reward.kind}"
     first = f" The first failure:\n{graders.failure}\n" if graders.failure else " "
     if failed < total:
         return (
             f"{reward} could not grade {failed:,} of the {total:,} responses of {what}, more than the share of "
-            f"{limit:g} ({key}.max_failed).{first}{remedy}"
+            f"{limit:g} (reward.max_failed).{first}{remedy}"
         )
     return f"{reward} could grade none of the {total:,} responses of {what}.{first}{remedy}"
 

@@ -180,7 +180,7 @@ def start(
     writer = open_writer(config, workdir, state, stack, quiet=quiet)
     progress = begin_progress(inputs.summary(workdir), state, config.iterations, stack, quiet=quiet)
     journal = ResponseJournal(
-        workdir, identity, limit_bytes=config.checkpoint.responses_mb * 10**6,
+        workdir, identity,
         broken_off=components_lib.rounds_alike(config), ready=functools.partial(fingerprint, progress.phase),
     )  # fmt: skip
 

@@ -96,9 +96,8 @@ def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Param
 
 def abstract_state(config: Config, learner: Learner) -> LearnerState:
     """Returns shapes, dtypes and shardings of the learner's state, to restore a checkpoint into."""
-    dtype = jnp.dtype(config.model.parameter_dtype)
     make = functools.partial(init, learner.architecture)
     if learner.lora is not None:
         make = functools.partial(lora.init, learner.architecture, learner.lora)
-    params = jax.eval_shape(lambda key: make(key, dtype=dtype), jax.random.key(0))
+    params = jax.eval_shape(lambda key: make(key, dtype=jnp.float32), jax.random.key(0))
     return with_shardings(jax.eval_shape(learner.init, params), learner.shardings(params))

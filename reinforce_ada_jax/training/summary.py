@@ -119,7 +119,7 @@ def summary(
     collection = config.collection
     adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
     trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
-    trained_bytes = 3 * trained * jnp.dtype(config.model.parameter_dtype).itemsize
+    trained_bytes = 3 * trained * 4  # float32
     base_bytes = 0 if adapters is None else architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
     over = ""
     if adapters is not None:

@@ -104,7 +104,7 @@ def merged(config: Config, components: Components, trained: Params) -> Params:
     if not config.lora.rank:
         return trained
     merge = jax.jit(lora.merged, out_shardings=param_shardings(components.architecture, components.mesh))
-    return merge(_over_base(config, components, trained, config.model.parameter_dtype))
+    return merge(_over_base(config, components, trained, "float32"))
 
 
 def _over_base(config: Config, components: Components, trained: Params, base_dtype: str) -> Params:

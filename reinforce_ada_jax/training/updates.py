@@ -263,13 +263,10 @@ def _skip_or_stop(
         write_atomically(file, text)
     message = f"iteration {iteration}, {where} finite. Its data are in {buckets.origin(file)}."
     learning = run.config.learning
-    if learning.non_finite == "stop":
-        return TrainingStopped(
-            f"{message} The update was not applied; learning.non_finite='skip' would go on without it."
-        )
     if in_a_row > learning.max_skipped:
         return TrainingStopped(
-            f"{message} That makes {in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
+            f"{message} The update was not applied. That makes {in_a_row} in a row; learning.max_skipped is "
+            f"{learning.max_skipped}, and a larger number would go on without it."
         )
     run.progress.say(f"{message} It is skipped.")
     return None
@@ -298,7 +295,7 @@ class UpdatesDone:
 def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) -> UpdatesDone:
     """Makes one optimiser step per minibatch; after one that must stop the run, the others are left out.
 
-    One that is not finite stops the run or is skipped, in its turn, as `learning.non_finite` says.
+    One that is not finite stops the run or is skipped, in its turn, as `learning.max_skipped` says.
 
     `state.learner` is donated by the end of the first update. Until then all processes agree between the programs of
     the update that the run goes on: the state is whole. After that they ask there, and before each update, whether

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reinforce_ada_jax.collection.estimators import Ema, calibration
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
 
-DEFAULTS = {"decay": 0.85, "prior_correct": 0.5, "prior_wrong": 0.5}
+DEFAULTS = {"decay": 0.85}
 
 
 def make_prompt(name: str) -> Prompt:

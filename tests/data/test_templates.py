@@ -163,8 +163,7 @@ def test_messages():
 
 def test_the_configuration_says_what_the_paper_says():
     assert chat_from_config(Config()) == Chat()
-    config = Config(data=DataConfig(date="2025-01-02", system=""))
-    assert chat_from_config(config) == Chat(system="", date=datetime.date(2025, 1, 2))
+    assert chat_from_config(Config(data=DataConfig(system=""))) == Chat(system="")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,6 @@ def test_the_configuration_says_what_the_paper_says():
     [
         ({"template": "chatml"}, "data.template is 'chatml'; it must be one of plain, qwen_math, chat"),
         ({"system": "S"}, r"used by data.template='chat' only, and it is 'qwen_math'"),
-        ({"date": "26 Jul 2024"}, r"data.date is '26 Jul 2024'; it must be a date such as 2024-07-26"),
     ],
 )
 def test_what_the_configuration_refuses(changes, message):

@@ -57,7 +57,7 @@ def test_turns_of_many_trajectories_in_one_process(pool):
         ("unplug", "crash", "its "),
         ("long", "error", "messages of more than"),
         ("exit", "crash", "exit code 3"),
-        ("hang", "timeout", "took more than 1 s (environment.timeout_s)"),
+        ("hang", "timeout", "took more than 1 s (reward.time_limit_s)"),
     ],
 )
 def test_a_failure_ends_one_trajectory_and_leaves_its_neighbour(pool, hostile, failure, why):

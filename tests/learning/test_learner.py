@@ -631,7 +631,7 @@ def test_only_responses_of_earlier_weights_are_weighed_by_rule():
     exact = dict(learning_rate=1e-3, warmup_updates=0, prompts_per_update=2)
     settings = dict(model=ModelConfig(compute_dtype="float32"), sampling=SamplingConfig(temperature=TEMPERATURE))
     settings |= {"collection": CollectionConfig(group_size=4), "learning": LearningConfig(**exact)}
-    split = Config(mesh=MeshConfig(sampler=1, learner=1), **settings)
+    split = Config(mesh=MeshConfig(sampler=1), **settings)
     by_rule = Learner(ARCHITECTURE, split, mesh_lib.make_mesh())
     stale = np.arange(8) % 2 == 0
 

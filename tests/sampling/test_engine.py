@@ -124,7 +124,7 @@ def test_matrices_in_int8_are_one_copy():
     assert engine.decodes_from(weights) and engine.decode_weights(weights) is weights
     assert not engine.decodes_from(params)
     # A sampler of its own: the same numbers, from the learner's devices to others.
-    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, learner=4, sampler=4))
+    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, sampler=4))
     options = dataclasses.replace(tiny.OPTIONS, weight_dtype="int8")
     engine = Engine(tiny.ARCHITECTURE, options, mesh=sampler, learner_mesh=learner)
     handed_over = engine.decode_weights(tiny.params_on(learner))
@@ -133,7 +133,7 @@ def test_matrices_in_int8_are_one_copy():
 
 
 def test_a_sampler_with_devices_of_its_own_gets_a_copy():
-    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, learner=4, sampler=4))
+    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, sampler=4))
     assert [device.id for mesh in (learner, sampler) for device in mesh.devices.flat] == [*range(8)]
     assert dict(sampler.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
     engine = Engine(tiny.ARCHITECTURE, tiny.OPTIONS, mesh=sampler, learner_mesh=learner)
@@ -149,11 +149,11 @@ def test_a_sampler_with_devices_of_its_own_gets_a_copy():
 
 
 def test_devices_that_are_too_few_for_two_sides(monkeypatch):
-    with pytest.raises(ValueError, match=r"mesh.learner \+ mesh.sampler = 4 \+ 8 = 12, but there are 8 devices"):
-        mesh_lib.split_meshes(MeshConfig(data=4, learner=4, sampler=8))
+    with pytest.raises(ValueError, match=r"mesh.tensor \+ mesh.sampler = 4 \+ 8 = 12, but there are 8 devices"):
+        mesh_lib.split_meshes(MeshConfig(data=4, sampler=8))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="the run has 2 processes: .* Set mesh.sampler and mesh.learner to 0"):
-        mesh_lib.split_meshes(MeshConfig(learner=1, sampler=1))
+    with pytest.raises(ValueError, match="the run has 2 processes: .* Set mesh.sampler to 0"):
+        mesh_lib.split_meshes(MeshConfig(sampler=1))
 
 
 def test_what_the_hand_over_took_is_counted():

@@ -31,7 +31,7 @@ SMALL = {
     "logging.sampled_prompts": PROMPTS, "collection.prompts_per_iteration": PROMPTS, "learning.prompts_per_update": 4,
     "sampling.slots": 32,
 }  # fmt: skip
-SPLIT = {"mesh.sampler": 1, "mesh.learner": 1}
+SPLIT = {"mesh.sampler": 1}
 
 
 def train(workdir, evaluator=None, **changes):
@@ -109,7 +109,7 @@ def test_time_decides_nothing(unbroken, tmp_path, monkeypatch, slow):
 def test_in_turn_the_run_is_that_of_one_device(unbroken, tmp_path):
     in_turn, together = tmp_path / "in_turn", tmp_path / "together"
     train(in_turn, iterations=2, **{"collection.max_staleness": 0})
-    train(together, iterations=2, **{"mesh.sampler": 0, "mesh.learner": 0})
+    train(together, iterations=2, **{"mesh.sampler": 0})
     jax.tree.map(np.testing.assert_array_equal, restored(in_turn)[0], restored(together)[0])
     assert reproducible(in_turn) == reproducible(together)
     assert texts(in_turn / "samples") == texts(together / "samples")

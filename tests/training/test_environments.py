@@ -83,7 +83,7 @@ SETTINGS = {
     "data.template": "chat", "data.system": "", "data.instruction": "", "data.max_prompt_tokens": 8,
     "evaluation.benchmarks": ("heldout.jsonl",), "evaluation.samples": 2, "evaluation.max_response_tokens": 24,
     "sampling.max_response_tokens": 24, "sampling.slots": 16, "sampling.check_invariants": True,
-    "environment.max_turns": 3, "environment.max_turn_tokens": 8, "environment.timeout_s": 30.0,
+    "environment.max_turns": 3, "environment.max_turn_tokens": 8, "reward.time_limit_s": 30.0,
     "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
 }  # fmt: skip
 TRAIN = """
@@ -302,7 +302,7 @@ def test_an_environment_that_fails_stops_the_run_with_its_traceback(tmp_path, se
 
 def test_an_environment_that_fails_is_no_better_than_a_wrong_answer(settings):
     config = tiny(**settings | {
-        "environment.path": settings["environment.path"].replace("TryAgain", "Strict"), "environment.timeout_s": 2.0
+        "environment.path": settings["environment.path"].replace("TryAgain", "Strict"), "reward.time_limit_s": 2.0
     })  # fmt: skip
     components = components_lib.build(config, components_lib.model_folder(config.model.path))
     said = "rwetc"

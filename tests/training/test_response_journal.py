@@ -87,8 +87,6 @@ def test_a_collection_of_an_iteration_that_is_not_next_is_not_kept(tmp_path):
 def test_the_limit_counts_all_files_and_leaves_out_prompts_of_a_broken_collection(tmp_path):
     assert opened(tmp_path, limit_bytes=10).write(state(6), COMPLETE) is False
     assert not (tmp_path / FOLDER).exists()
-    assert opened(tmp_path, limit_bytes=0).write(state(6), COMPLETE) is True, "nothing is asked for"
-    assert not (tmp_path / FOLDER).exists()
     long = {name: PartialRollouts((response(name, 0, 500),), (), 0, (1,)) for name in "abc"}
     kept = opened(tmp_path, limit_bytes=12_000)  # 9,000 of tokens: two prompts with 4,000 each
     kept.begin(7).partial.update(long)

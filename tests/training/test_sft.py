@@ -193,7 +193,7 @@ def test_neither_command_goes_on_from_the_other(settings, whole, capsys):
         ),
         ({"sampling.max_response_tokens": 3}, "limit 3: raise sampling.max_response_tokens"),
         ({"learning.micro_batches": 32}, "learning.prompts_per_update"),
-        ({"mesh.sampler": 1, "mesh.learner": 1}, "mesh.sampler is 1, and supervised training draws nothing"),
+        ({"mesh.sampler": 1}, "mesh.sampler is 1, and supervised training draws nothing"),
     ],
 )
 def test_what_is_refused_before_anything_is_written(settings, tmp_path, capsys, changed, message):

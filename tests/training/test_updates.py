@@ -183,7 +183,7 @@ def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_pa
     assert done.learner.updates == 1 and done.metrics["update/count"] == 1, "the state before it; the third is left out"
     assert re.match(r"iteration 7, update 2 of 3: loss nan, .* not finite\.", str(stopped))
     file = tmp_path / "non_finite" / "000007-2.json"
-    assert str(file) in str(stopped) and "learning.non_finite='skip'" in str(stopped)
+    assert str(file) in str(stopped) and "learning.max_skipped is 0" in str(stopped)
     written = json.loads(file.read_text())
     assert (written["iteration"], written["update"]) == (7, 2)
     kept = [(row["prompt"], row["draw"]) for row in written["responses"]]
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_pa
 
 
 def test_skipped_updates_are_counted_and_do_not_spoil_the_means(updates):
-    made, minibatches = updates([False, True, False], **{"learning.non_finite": "skip"})
+    made, minibatches = updates([False, True, False], **{"learning.max_skipped": 3})
     said = []
     done = update(made, minibatches, 1, said.append, updates=5)
     assert done.stopped is None and done.learner.updates == 6
@@ -206,7 +206,7 @@ def test_skipped_updates_are_counted_and_do_not_spoil_the_means(updates):
 
 
 def test_too_many_in_a_row_stop(updates):
-    made, minibatches = updates([False] * 9, **{"learning.non_finite": "skip", "learning.max_skipped": 4})
+    made, minibatches = updates([False] * 9, **{"learning.max_skipped": 4})
     first = update(made, minibatches, 1, [].append)
     second = update(made, minibatches, 2, [].append, skipped=first.skipped_in_a_row)
     assert re.search(r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4", str(second.stopped))
@@ -224,7 +224,7 @@ def test_a_log_probability_that_is_not_finite(updates, tmp_path):
     done = update(made, checked, 1, print)
     assert re.match(r"iteration 1, update 1 of 3: a log-probability is not finite\.", str(done.stopped))
     assert (tmp_path / "non_finite" / "000001-1.json").exists() and done.metrics["update/count"] == 0
-    made, minibatches = updates([], score=poison, **{"learning.non_finite": "skip"})
+    made, minibatches = updates([], score=poison, **{"learning.max_skipped": 3})
     done = update(made, check(made, minibatches, 1, print)[0], 1, [].append)
     assert done.stopped is None and done.skipped_in_a_row == 3 and done.metrics["update/count"] == 0
 
@@ -234,7 +234,7 @@ def test_skipped_updates_are_in_a_row_only_without_one_between_them(updates, tmp
     scores = itertools.count()
     made, minibatches = updates(
         score=lambda logprobs: logprobs if next(scores) == 1 else poison(logprobs),
-        **{"learning.non_finite": "skip", "learning.max_skipped": 1},
+        **{"learning.max_skipped": 1},
     )
     checked, _ = check(made, minibatches, 4, print)
     assert [minibatch.finite for minibatch in checked] == [False, True, False]
@@ -346,7 +346,7 @@ def test_a_log_probability_of_the_only_update_that_is_not_finite(updates, tmp_pa
     done = update(made, minibatches, 1, print)
     assert re.match(r"iteration 1, update 1 of 1: a log-probability is not finite\.", str(done.stopped))
     assert done.learner.updates == 0 and (tmp_path / "non_finite" / "000001-1.json").exists()
-    made, minibatches = updates(gap=(np.nan, np.nan, 4.0, 1.0), **ONE, **{"learning.non_finite": "skip"})
+    made, minibatches = updates(gap=(np.nan, np.nan, 4.0, 1.0), **ONE, **{"learning.max_skipped": 3})
     done = update(made, minibatches, 1, [].append)
     assert done.stopped is None and done.skipped_in_a_row == 1 and done.metrics["update/count"] == 0
     assert done.metrics["update/logprob_gap"] == done.metrics["update/logprob_gap_max"] == 0.0
