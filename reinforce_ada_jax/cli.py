@@ -195,17 +195,19 @@ def _flags_text(groups: Groups) -> str:
 
 
 def _show_help(section: str, groups: Groups) -> NoReturn:
-    """Prints what the command does, its flags and the sections of --config; or the settings of one section."""
+    """Prints what the command does, its flags and the settings that most runs change; or those of one section.
+
+    A command with groups of flags of its own is no run, and gets the names of the sections alone.
+    """
     if section:
         with user_input():
             text = reference.help_text(section)
     else:
         text = f"{(sys.modules['__main__'].__doc__ or '').strip()}\n{_flags_text(groups)}"
         if "config" in flags.FLAGS:
-            text += f"\n\nSections of settings, each set with --config.SECTION.KEY=VALUE:\n{reference.overview()}\n"
-            text += (
-                f"\n--help=SECTION describes the settings of a section, --help={reference.ALL} those of every section."
-            )
+            common = "" if groups else f"\n\nSettings that most runs change:\n{reference.common()}"
+            text += f"{common}\n\nSections with all settings:\n{reference.overview()}\n"
+            text += f"\n--help=SECTION describes the settings of a section, --help={reference.ALL} those of every one."
     try:
         print(text, flush=True)
     except BrokenPipeError:  # --help | head

@@ -438,14 +438,16 @@ SECTIONS = """
 
 
 @pytest.mark.parametrize(("command", "flag"), [("train", "--help"), ("evaluate", "-h"), ("simulate", "--help")])
-def test_help_lists_flags_and_sections(command, flag):
+def test_help_lists_flags_common_settings_and_sections(command, flag):
     done = run_python("-m", f"reinforce_ada_jax.{command}", flag)
     assert (done.returncode, done.stderr) == (0, "")
     examples = [line for line in done.stdout.splitlines() if f"python -m reinforce_ada_jax.{command} --" in line]
     assert len(examples) >= 3
     assert "\n  --config=VALUE\n      " in done.stdout and SECTIONS in done.stdout
     assert ("\n  --workdir=VALUE\n      " in done.stdout) is (command != "simulate")
-    assert "--config.seed=" not in done.stdout and "alsologtostderr" not in done.stdout
+    shown = re.findall(r"^  --config\.(.+?)=", done.stdout, re.MULTILINE)
+    assert len(reference.COMMON) == 20 and sorted(shown) == sorted(reference.COMMON if command != "simulate" else ())
+    assert "alsologtostderr" not in done.stdout
 
 
 def test_help_of_serve_has_a_group_for_each_interface():

@@ -12,6 +12,13 @@ from reinforce_ada_jax.config.settings import Config
 
 RULES = {rule.__name__: rule for rule in (*rules.FIRST, *rules.RULES, *collection_rules.RULES)}
 ALL = "all"  # names every section in `help_text`
+# What most runs change, in the order of docs/settings.md; `--help` shows these.
+COMMON = (
+    "seed", "iterations", "model.path", "data.prompts", "data.template", "data.max_prompt_tokens", "reward.kind",
+    "reward.path", "collection.strategy", "collection.group_size", "collection.prompts_per_iteration",
+    "sampling.max_response_tokens", "sampling.slots", "learning.prompts_per_update", "learning.micro_batches",
+    "learning.learning_rate", "lora.rank", "mesh.fsdp", "checkpoint.every", "evaluation.benchmarks",
+)  # fmt: skip
 RUN = "Seed and length of the run."  # settings outside of the sections
 INTRODUCTION = """# Settings
 
@@ -48,6 +55,21 @@ def overview() -> str:
     return "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in sections.items())
 
 
+def common() -> str:
+    """Returns the settings of `COMMON` as terminal text."""
+    return "\n".join(_described([(key, field) for key, field in settings() if key in COMMON]))
+
+
+def _described(members: list[tuple[str, dataclasses.Field]]) -> list[str]:
+    """Returns lines of terminal text: each setting with its default, and below it what it means."""
+    lines = []
+    for key, field in members:
+        lines.append(f"  --config.{key}={field.default!r}")
+        text = " ".join(filter(None, (field.metadata["text"], _bounds(field))))
+        lines += textwrap.wrap(text, 112, initial_indent="      ", subsequent_indent="      ")
+    return lines
+
+
 def help_text(section: str = ALL) -> str:
     """Returns the settings as terminal text: those of one section, or of `ALL`.
 
@@ -61,11 +83,7 @@ def help_text(section: str = ALL) -> str:
     for name, (meaning, members) in sections.items():
         if section not in (ALL, name):
             continue
-        lines.append(f"\n{name}: {meaning}")
-        for key, field in members:
-            lines.append(f"  --config.{key}={field.default!r}")
-            text = " ".join(filter(None, (field.metadata["text"], _bounds(field))))
-            lines += textwrap.wrap(text, 112, initial_indent="      ", subsequent_indent="      ")
+        lines += [f"\n{name}: {meaning}", *_described(members)]
     return "\n".join(lines).strip("\n")
 
 
