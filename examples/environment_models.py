@@ -18,6 +18,7 @@ import environments
 import jax
 import numpy as np
 import tokenizers
+import warm_start
 from absl import flags
 from word_problems import make_architecture
 
@@ -29,7 +30,6 @@ from reinforce_ada_jax.environments.episode import Episode, tools_of
 from reinforce_ada_jax.environments.tools import schema
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.policy import huggingface, transformer
-from reinforce_ada_jax.training import warm_start
 from reinforce_ada_jax.types import Response
 
 SPECIAL_TOKENS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")

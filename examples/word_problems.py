@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import tokenizers
+import warm_start
 from absl import flags
 
 from reinforce_ada_jax import cli
@@ -25,7 +26,6 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
-from reinforce_ada_jax.training import warm_start
 from reinforce_ada_jax.types import Response
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gita", "Hugo")

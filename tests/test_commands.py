@@ -14,12 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax import __main__ as dispatch
-from reinforce_ada_jax import cli, evaluate, export, prepare, train
+from reinforce_ada_jax import cli, evaluate, export, prepare, train, user_code
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import reference
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import warm_start
 from tests.running import ROOT, cipher_file, environment, tiny
 
 TINY = "--config=configs/tiny.py"
@@ -377,6 +376,7 @@ def test_export_refuses_what_is_no_run(tmp_path, capsys):
 
 
 def test_warm_start_overwrites_nothing(tmp_path, capsys):
+    warm_start = user_code.run(ROOT / "examples" / "warm_start.py")
     text = refused(capsys, warm_start.main, tiny(), tmp_path)
     check_message(text, f"{tmp_path} exists already", "another --output")
     assert list(tmp_path.iterdir()) == []

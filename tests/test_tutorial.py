@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.data import files
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface
@@ -22,7 +23,7 @@ from reinforce_ada_jax.rewards import math_answer
 from tests.running import CONFIGS, ROOT, environment, load, restored
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-EXAMPLE = load(ROOT / "examples" / "word_problems.py")
+EXAMPLE = user_code.run(ROOT / "examples" / "word_problems.py")
 CONFIG: ConfigDict = load(CONFIGS / "word_problems.py").get_config()
 
 

@@ -1,18 +1,19 @@
 import json
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import evaluate
+from reinforce_ada_jax import evaluate, user_code
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import warm_start
-from tests import forked
-from tests.running import environment, tiny
+from tests.running import ROOT, environment, tiny
 
+warm_start = user_code.run(ROOT / "examples" / "warm_start.py")
 PACKAGED = components_lib.ASSETS / "cipher"
 TOKENIZER = Tokenizer.load(PACKAGED)
 
@@ -57,8 +58,8 @@ def heldout(folder, output):
 @pytest.mark.slow
 def test_made_again_it_is_the_same(tmp_path):
     # As a user makes it: the test process compiles with other flags, and so with other rounding.
-    arguments = ["-m", "reinforce_ada_jax.training.warm_start", "--config=configs/tiny.py"]
-    forked.run([*arguments, f"--output={tmp_path / 'made'}"], environment(xla_flags="")).check_returncode()
+    command = [sys.executable, "examples/warm_start.py", "--config=configs/tiny.py", f"--output={tmp_path / 'made'}"]
+    subprocess.run(command, cwd=ROOT, env=environment(xla_flags=""), check=True)
     assert {file.name for file in (tmp_path / "made").iterdir()} == {file.name for file in PACKAGED.iterdir()}
     (made_average, made_error), (average, error) = (
         heldout(folder, tmp_path / name) for folder, name in ((tmp_path / "made", "a"), (PACKAGED, "b"))

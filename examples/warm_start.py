@@ -1,10 +1,10 @@
 """Trains the policy that the built-in task starts from: supervised learning on an unreliable demonstrator.
 
-    python -m reinforce_ada_jax.training.warm_start --config=configs/tiny.py [--output=DIR]
+    python examples/warm_start.py --config=configs/tiny.py [--output=DIR]
 
 The result ships in the package (`assets/cipher`), as a Hugging Face folder. The same seed gives the same weights, up
-to the rounding of the machine. It solves about a fifth of the words, most of them rarely: the
-regime in which a group of four is often all wrong.
+to the rounding of the machine. It solves about a fifth of the words, most of them rarely: the regime in which a group
+of four is often all wrong. `fit` also trains the first policies of other examples.
 """
 
 import pathlib
