@@ -165,17 +165,17 @@ def algorithms_page() -> str:
     """Returns docs/algorithms.md with the tables of SIGNAL_COMMAND between its two marks."""
     from absl import flags  # noqa: PLC0415
 
-    from reinforce_ada_jax import simulate  # noqa: PLC0415
+    from bench import studies  # noqa: PLC0415
 
     text = (FOLDER.parent / "algorithms.md").read_text()
     before, rest = text.split(SIGNAL_BEGIN)
-    values = simulate.define_flags(flags.FlagValues())
-    values(["simulate", *SIGNAL_COMMAND.split()])
+    values = studies.define_flags(flags.FlagValues())
+    values(["studies", *SIGNAL_COMMAND.split()])
     output = io.StringIO()
     with contextlib.redirect_stdout(output), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of how ml_collections loads a file
-        simulate.main(values)
-    shown = f"    python -m reinforce_ada_jax.simulate {SIGNAL_COMMAND}\n\n{output.getvalue()}"
+        studies.main(values)
+    shown = f"    python -m bench.studies {SIGNAL_COMMAND}\n\n{output.getvalue()}"
     return f"{before}{SIGNAL_BEGIN}\n{shown}\n{SIGNAL_END}{rest.split(SIGNAL_END)[1]}"
 
 

@@ -3,11 +3,6 @@
     python -m reinforce_ada_jax.simulate --strategy=balance --pass_rates=0.01:0.99
     python -m reinforce_ada_jax.simulate --strategy=grpo@8,positive,balance --max_rounds=8 --output=figures
     python -m reinforce_ada_jax.simulate --config=configs/qwen_1p5b.py --histogram=prompts.jsonl
-    python -m reinforce_ada_jax.simulate --study=zero_variance
-    python -m reinforce_ada_jax.simulate --study=epsilon
-    python -m reinforce_ada_jax.simulate --study=objectives --output=figures
-    python -m reinforce_ada_jax.simulate --study=signal --pass_rates=0.02,0.05,0.1,0.2,0.5,0.8,0.95
-    python -m reinforce_ada_jax.simulate --study=learning --strategy=grpo@4,grpo@16,balance,estimate+log
 
 The table is exact (analysis/enumeration.py defines its columns). A strategy is written NAME, NAME@n for groups of n,
 NAME/MxN for N rounds of M, and NAME+log, NAME+exact or NAME+log+none for another objective and correction; NAME may be
@@ -18,6 +13,7 @@ too, such as --group_size=8 and --objective=log: --help=collection describes the
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -25,7 +21,6 @@ from ml_collections import ConfigDict
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis.comparison import compare
 from reinforce_ada_jax.analysis.inputs import NUM_RATES, Inputs, parse_pass_rates, read_histogram, strategy_settings
-from reinforce_ada_jax.analysis.studies import STRATEGIES, STUDIES
 from reinforce_ada_jax.config import CollectionConfig, defaults, resolve
 from reinforce_ada_jax.config.paths import check_local, check_output
 
@@ -51,17 +46,17 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     flags.DEFINE_string("histogram", None, "A JSONL file of prompts with pass rates.", flag_values=values)
     flags.DEFINE_string("output", None, "A folder for figure and numbers.", flag_values=values)
     flags.DEFINE_list("strategy", [], "One or several: NAME@n/MxN+objective+correction.", flag_values=values)
-    flags.DEFINE_enum("study", None, [*STUDIES], "Run this study instead of the table.", flag_values=values)
     flags.DEFINE_integer("tokens_per_response", None, "Mean length of a response.", 1, flag_values=values)
-    flags.DEFINE_integer("seed", 0, "Seed of --study=learning.", flag_values=values)
     for field in dataclasses.fields(CollectionConfig):
         if field.name in SETTINGS:
             cli.DEFINE[field.type](field.name, None, field.metadata["text"], flag_values=values)
     return values
 
 
-def read_inputs(options: flags.FlagValues) -> Inputs:
+def read_inputs(options: flags.FlagValues, strategies: Sequence[str] = ()) -> Inputs:
     """Returns the inputs that the flags name; prints a summary of the prompt set, where there is one.
+
+    Where the flags name no strategy, these are taken, or else that of the configuration.
 
     Raises:
       ValueError: a strategy, a pass rate or the prompt file breaks a rule.
@@ -72,10 +67,10 @@ def read_inputs(options: flags.FlagValues) -> Inputs:
     if options.output is not None:
         check_local("--output", options.output)
         check_output("--output", options.output, folder=True)
-    entries = list(dict.fromkeys(options.strategy)) or STRATEGIES.get(options.study, (section.strategy,))
+    entries = list(dict.fromkeys(options.strategy)) or strategies or (section.strategy,)
     inputs = Inputs(
         {entry: strategy_settings(entry, section) for entry in entries}, parse_pass_rates(options.pass_rates),
-        output=options.output, tokens_per_response=options.tokens_per_response, seed=options.seed,
+        output=options.output, tokens_per_response=options.tokens_per_response,
     )  # fmt: skip
     if not options.histogram:
         return inputs
@@ -89,11 +84,9 @@ def read_inputs(options: flags.FlagValues) -> Inputs:
 
 
 def main(options: flags.FlagValues) -> None:
-    """Prints the table or the study that the flags ask for."""
+    """Prints the table that the flags ask for."""
     with cli.user_input():
-        inputs = read_inputs(options)
-        run = STUDIES[options.study] if options.study else compare
-        run(inputs)
+        compare(read_inputs(options))
 
 
 if __name__ == "__main__":

@@ -328,7 +328,7 @@ MEASUREMENTS = tuple(
     f"bench.{name}"
     for name in (
         "rollout", "adaptive", "update", "iteration", "split", "loss", "start", "preemption", "accelerator", "serve",
-        "turns", "learning",
+        "turns", "learning", "studies",
     )
 )  # fmt: skip
 PROGRAMS = MODULES + MEASUREMENTS
@@ -355,6 +355,7 @@ RUN_BY = {
     "bench.accelerator": "tests/bench/test_accelerator.py::test_the_command_runs_all_parts",
     "bench.serve": "tests/bench/test_serve.py::test_the_server_beside_its_engine",
     "bench.turns": "tests/bench/test_turns.py::test_turns_beside_one_turn",
+    "bench.studies": "tests/bench/test_studies.py::test_what_strategies_climb",
     "bench.learning": "by hand: hours of two cores",
     "config": "tests/config/test_reference.py::test_the_page_is_the_one_in_docs",
     "environments": "tests/parity/test_verifiers.py::test_tasks_become_a_problem_file",

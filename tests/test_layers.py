@@ -207,7 +207,7 @@ def test_host_code_imports_no_jax():
 
 
 def test_commands_import_jax_only_after_their_flags():
-    # `simulate` needs numpy for the names of its studies, and is imported last.
+    # `simulate` needs numpy, and is imported last.
     others = sorted(set(COMMANDS) - {"simulate"})
     modules = ", ".join(f"{PACKAGE}.{name}" for name in others)
     show = "print(*sys.modules)"

@@ -26,7 +26,6 @@ class Inputs:
       prompts: pass rates of a prompt set, where there is one.
       output: folder for the figure and its numbers; None: no files.
       tokens_per_response: mean length of a response, where it is known.
-      seed: seed of random draws.
     """
 
     sections: Mapping[str, CollectionConfig]
@@ -34,7 +33,6 @@ class Inputs:
     prompts: Float[np.ndarray, " N"] | None = None
     output: str | None = None
     tokens_per_response: int | None = None
-    seed: int = 0
 
 
 def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig:

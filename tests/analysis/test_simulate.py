@@ -1,7 +1,6 @@
 """The command `simulate`: its tables against closed forms, its files, and what it says of a user's mistakes."""
 
 import json
-import math
 import subprocess
 import sys
 import warnings
@@ -11,7 +10,6 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import cli, simulate
-from reinforce_ada_jax.analysis import objective_studies, studies
 from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.analysis.inputs import strategy_settings
 from reinforce_ada_jax.config import CollectionConfig
@@ -222,11 +220,7 @@ def refused(capsys, arguments, parts) -> None:
         (["--strategy=ngu", "--max_draws=0", "--retry_probability=1"], ["retried forever", "set a limit"]),
         (["--objective=log", "--objective_epsilon=0"], ["objective_epsilon is 0", "above 0"]),
         (["--objective=power", "--objective_alpha=0"], ["objective_alpha is 0", "above 0"]),
-        (["--study=objectives", "--strategy=balance"], ["balance plans none", "estimate+log"]),
-        (["--study=objectives", "--strategy=estimate+log", "--pass_rates=0,0.5"], ["above 0 and below 1"]),
-        (["--study=signal", "--pass_rates=0.5,1"], ["above 0 and below 1"]),
         (["--strategy=balance+log+exact", "--keep=pools"], ["keep is 'pools'"]),
-        (["--study=epsilon", "--pass_rates=0,0.5"], ["--study=epsilon", "above 0 and below 1"]),
     ],
     ids=lambda value: " ".join(value[-1:]),
 )
@@ -235,119 +229,15 @@ def test_mistakes(capsys, arguments, parts):
 
 
 def test_a_mistake_at_the_terminal():
-    shown = run_command("--study=why")
+    shown = run_command("--group_size=why")
     assert shown.returncode == cli.BAD_INPUT and shown.stdout == ""
-    assert shown.stderr == f"error: flag --study=why: value should be one of <{'|'.join(studies.STUDIES)}>\n"
-
-
-# ---- studies ---------------------------------------------------------------------------------------------------------
-
-
-def test_zero_variance(prompt_file, tmp_path, capsys):
-    folder = tmp_path / "out"
-    flag = ("--pass_rates=0.1,0.5", f"--histogram={prompt_file}", f"--output={folder}")
-    run("--study=zero_variance", "--strategy=positive", *flag)
-    shown = capsys.readouterr().out
-    found = result(folder, "zero_variance")
-    groups = [[p**n + (1 - p) ** n for p in (0.1, 0.5)] for n in found["group_sizes"]]
-    np.testing.assert_allclose(found["groups"], groups, rtol=1e-12)
-    first = lines_after(shown, "pass rate")[0]
-    # n = 8 is the third of the sizes; `positive` stops at the first correct one, or after 32 wrong ones.
-    assert first[3] == "0.4305" and first[-2] == f"{0.9**32 + 0.1**8:.4f}"
-    assert "groups of one size that lose no more have n = 32, everywhere" in shown
-    mean = [np.mean([1, 0.95**n + 0.05**n, 2 * 0.5**n, 1]) for n in found["group_sizes"]]
-    np.testing.assert_allclose(found["prompt_set"], mean, rtol=1e-12)
-
-
-def test_epsilon(tmp_path, capsys):
-    folder = tmp_path / "out"
-    run("--study=epsilon", "--pass_rates=0.02,0.1,0.5", f"--output={folder}")
-    shown = capsys.readouterr().out
-    found = result(folder, "epsilon")
-    assert list(found["balance"]["bias"]) == [f"eps={eps:g}" for eps in (0, 1e-4, 1e-3, 1e-2, 3e-2, 0.1)]
-    # 32 draws of which one is correct: no pool's pass rate is below 0.031 unless it is 0.
-    np.testing.assert_allclose(found["balance"]["bias"]["eps=0.03"], found["balance"]["bias"]["eps=0"], rtol=1e-12)
-    assert "balance, eps = 0.03: moves the gradient by more than a tenth nowhere" in shown
-    assert "balance, eps = 0.1: moves the gradient by more than a tenth at p = 0.0200, 0.1000" in shown
-    assert shown.count("shares of a budget are whole draws") == 1
-    # `estimate` adds it to every pass rate: p / (p + eps) = 1/6 at 0.02, and a little more because 1 / sqrt(k/N + eps)
-    # is drawn as well as N.
-    ratio = found["estimate"]["bias"]["eps=0.1"][0] / found["estimate"]["bias"]["eps=0"][0]
-    assert 1 / 6 < ratio < 0.3
-
-
-def test_objectives_and_their_allocations(tmp_path, capsys):
-    folder = tmp_path / "out"
-    flag = ("--objective_epsilon=1e-9", "--budget=7", "--pass_rates=0.04,0.16,0.64", "--objective_k=2")
-    run("--study=objectives", "--strategy=estimate+log", *flag, f"--output={folder}")
-    found = result(folder, "objectives")
-    p = np.array(found["pass_rates"])
-    expected = {"identity": p, "log": np.log(p), "power(0.5)": [0.2, 0.4, 0.8], "pass_at_k(2)": 2 * p - p**2}
-    assert list(found["f"]) == list(found["weight"]) == list(expected)
-    for name, values in expected.items():
-        np.testing.assert_allclose(found["f"][name], values, rtol=1e-12)
-    np.testing.assert_allclose(found["weight"]["log"], 1 / p, rtol=1e-12)
-    np.testing.assert_allclose(found["weight"]["pass_at_k(2)"], 2 - 2 * p, rtol=1e-12)
-    # 21 draws. 1 / sqrt(p) is 5, 2.5, 1.25. 1 / p is 25, 6.25 and (at its bound of 2) 1.6: 19 are left, 15.2 and 3.8.
-    # sqrt((1 - p) / p) is 4.9, 2.3 and 0.75: at its bound again, and of 19 12.95 and 6.05.
-    draws = found["draws"]["estimate+log"]
-    assert draws == {"hybrid": [12, 6, 3], "sampling": [15, 4, 2], "variance": [13, 6, 2]}
-    assert lines_after(capsys.readouterr().out, "pass rate")[0][:3] == ["0.0400", "0.0400", "-3.22"]
-
-
-def markdown_tables(text: str) -> list[dict[str, list[str]]]:
-    """The Markdown tables in a text: cells by the first one of their row."""
-    tables = []
-    for block in text.split("\n\n"):
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|")]
-        tables += [{first: others for first, *others in rows}] if rows else []
-    return tables
-
-
-def test_what_strategies_climb(tmp_path, capsys):
-    folder = tmp_path / "out"
-    flag = ("--pass_rates=0.1,0.5", f"--output={folder}")
-    run("--study=signal", "--strategy=grpo@4,balance,balance+log+exact,positive/1x32+log", *flag)
-    shown = capsys.readouterr().out
-    signals, draws, noise, _ = markdown_tables(shown)
-    # log p cut at 32 draws: (1 - 0.9^32) / 0.1 = 9.66, (1 - 2^-32) / 0.5.
-    assert signals == {
-        "signal(p)": ["p = 0.1", "p = 0.5"], "---:": ["---:"] * 2,
-        "**f' of identity**": ["1", "1"], "`grpo@4`": ["0.75", "0.75"],
-        "`balance`": ["3.95", "1"], "balance, many draws": ["4.56", "1"],
-        "**f' of log**": ["10", "2"], "`balance+log+exact`": ["9.66", "2"], "`positive/1x32+log`": ["9.66", "2"],
-    }  # fmt: skip
-    # Single draws until the first success are as many as the signal: the sum over j < 32 of (1 - p)^j.
-    assert draws["`positive/1x32+log`"] == ["9.66", "2"] and draws["`grpo@4`"] == ["4", "4"]
-    # n = 4, p = 1/2: the sum of A_i (r_i - p) is 4 times the variance of the group, of mean 3/4. It is 0 in 2 of 16
-    # outcomes, 3/4 in 8, 1 in 6: (8 * 9/16 + 6) / 16 = 21/32, minus 9/16 is 3/32; times 4 over 9/16 is 2/3.
-    assert noise["`grpo@4`"][1] == "0.667"
-    assert "climbs: log(p / (1 - p)) / 2 - p" in shown
-    found = result(folder, "signal")["exact"]["positive/1x32+log"]
-    np.testing.assert_allclose(found["signal"], [(1 - 0.9**32) / 0.1, (1 - 2**-32) / 0.5], rtol=1e-12)
-
-
-def test_balance_climbs_another_objective_than_the_pass_rate():
-    p = np.array([0.05, 0.2, 0.5, 0.7, 0.95])
-    limit = objective_studies.balance_limit(p)
-    # The slope of log(p / (1 - p)) / 2 - p.
-    step = 1e-6
-    f = [np.log(x / (1 - x)) / 2 - x for x in (p - step, p + step)]
-    np.testing.assert_allclose(limit, (f[1] - f[0]) / (2 * step), rtol=1e-6)
-    # One round of 600 meets the rule, and its mean is not biased.
-    settings = strategy_settings("balance/600x1", CollectionConfig())
-    np.testing.assert_allclose(expectations(settings, p).signal, limit, rtol=1e-9)
+    assert shown.stderr.startswith("error: flag --group_size=why: invalid literal")
 
 
 def test_the_relative_signal_has_the_slope_of_the_objective_with_its_constant():
     # Exact up to the most draws, which are more than the 4 of 1 - (1 - p)^4.
     settings = strategy_settings("positive+pass_at_k+exact", CollectionConfig(objective_k=4))
     np.testing.assert_allclose(expectations(settings, np.array([0.1, 0.6])).relative_signal, 1.0, rtol=1e-12)
-
-
-def test_the_strategies_that_the_study_shows_are_allowed():
-    for entry in studies.STRATEGIES["signal"]:
-        assert entry.startswith(strategy_settings(entry, CollectionConfig()).strategy)
 
 
 def test_entries_name_sizes_objective_and_correction():
@@ -357,24 +247,3 @@ def test_entries_name_sizes_objective_and_correction():
     section = strategy_settings("balance+none+log", CollectionConfig(max_rounds=7))
     assert [getattr(section, name) for name in names] == ["balance", 4, 8, 7, "log", "none"]
     assert strategy_settings("a/2x3/my+file.py:rounds@8", CollectionConfig()).strategy == "a/2x3/my+file.py:rounds"
-
-
-def test_learning(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(studies, "UPDATES", (1, 4))
-    monkeypatch.setattr(studies, "DRAWS", (1000, 4000))
-    monkeypatch.setattr(studies, "POPULATION", 64)
-    folder = tmp_path / "out"
-    run("--study=learning", f"--output={folder}")
-    shown = capsys.readouterr().out
-    found = result(folder, "learning")
-    assert len(found["start"]) == 64 and np.mean(found["start"]) == pytest.approx(1 / 3, abs=1e-3)
-    for title in ("gradients as they are", "gradients of equal lengths, as Adam makes them"):
-        assert list(found[title]) == list(studies.STRATEGIES["learning"])
-        assert all(1 / 3 < entry["by_update"][0] < entry["by_update"][1] < 1 for entry in found[title].values())
-    # Draws are 8 a prompt on average with either strategy; 64 prompts an update.
-    cells = {row[0]: row for row in lines_after(shown, "1 up.")}
-    assert cells["grpo@8"][-2] == cells["estimate+log"][-2] == "8.0" and cells["grpo@4"][-2] == "4.0"
-    assert shown.count("Farthest after 4 updates: ") == 2
-    assert math.isclose(
-        float(cells["grpo@4"][1]), found["gradients as they are"]["grpo@4"]["by_update"][0], abs_tol=5e-4
-    )

@@ -1,4 +1,12 @@
-"""Studies of the command `simulate`: numbers, tables and a figure for questions that the paper leaves open.
+"""`bench.studies`: numbers, tables and a figure for questions that the paper leaves open.
+
+    python -m bench.studies --study=zero_variance
+    python -m bench.studies --study=epsilon
+    python -m bench.studies --study=objectives --output=figures
+    python -m bench.studies --study=signal --pass_rates=0.02,0.05,0.1,0.2,0.5,0.8,0.95
+    python -m bench.studies --study=learning --strategy=grpo@4,grpo@16,balance,estimate+log
+
+The other flags are those of `simulate`.
 
 zero_variance   how often a group of n has no signal, and how often a strategy's pool has none
 epsilon         where the least pass rate of w(p) biases the log objective, and how much noise it saves
@@ -10,12 +18,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from absl import flags
 from jaxtyping import Float
 
-from reinforce_ada_jax.analysis import objective_studies
+from bench import objective_studies
+from bench.learning_curves import average, learn, population
+from reinforce_ada_jax import cli, simulate
 from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.analysis.inputs import Inputs
-from reinforce_ada_jax.analysis.learning_curves import average, learn, population
 from reinforce_ada_jax.analysis.tables import number, rate_panel, rate_table, table, write
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.objectives import Objective
@@ -140,7 +150,7 @@ def learning(inputs: Inputs) -> None:
     start = population(POPULATION) if inputs.prompts is None else inputs.prompts
     size = min(PROMPTS_PER_UPDATE, len(start))
     print(f"{len(start):,} prompts of mean pass rate {start.mean():.3f}, {size} per update, {SEEDS} seeds.")
-    print("Prompts do not help each other here; analysis/learning_curves.py says what else this model leaves out.")
+    print("Prompts do not help each other here; bench/learning_curves.py says what else this model leaves out.")
     panels: list[Panel] = []
     result: dict[str, Any] = {"start": start}
     for equal, rate, title in (
@@ -152,7 +162,7 @@ def learning(inputs: Inputs) -> None:
             curves = [
                 learn(
                     section, start, updates=UPDATES[-1], draws=DRAWS[-1], prompts_per_update=size,
-                    learning_rate=rate, equal_lengths=equal, seed=inputs.seed + run,
+                    learning_rate=rate, equal_lengths=equal, seed=run,
                 )
                 for run in range(SEEDS)
             ]  # fmt: skip
@@ -191,3 +201,21 @@ STRATEGIES = {
     "signal": objective_studies.SIGNAL_STRATEGIES,
     "learning": ("grpo@4", "grpo@8", "grpo@16", "positive", "balance", "estimate+log", "dapo", "ngu"),
 }
+
+
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
+    """Defines the flags of `simulate`, and --study."""
+    simulate.define_flags(values)
+    flags.DEFINE_enum("study", None, [*STUDIES], "The study.", required=True, flag_values=values)
+    return values
+
+
+def main(options: flags.FlagValues) -> None:
+    """Prints the study that the flags ask for."""
+    with cli.user_input():
+        STUDIES[options.study](simulate.read_inputs(options, STRATEGIES.get(options.study, ())))
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(lambda: main(flags.FLAGS))
