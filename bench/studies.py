@@ -218,4 +218,4 @@ def main(options: flags.FlagValues) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(lambda: main(flags.FLAGS))
+    cli.run(lambda: main(flags.FLAGS), {"Flags": {*flags.FLAGS} - {*simulate.SETTINGS}})

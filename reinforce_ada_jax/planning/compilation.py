@@ -24,8 +24,7 @@ class ProgramResult:
 
     The peak is the program's alone, arguments included; `hbm_beside_bytes` is what a run keeps there meanwhile. Where a
     program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
-    `least_seconds` is the time for the bytes or for the FLOPs, whichever is more. `compiled_over_counted_flops` is
-    XLA's count over ours, each loop's body once.
+    `least_seconds` is the time for the bytes or for the FLOPs, whichever is more.
     """
 
     program: str
@@ -43,7 +42,6 @@ class ProgramResult:
     reason: str | None = None
     least_seconds: float = 0.0
     bound: str = ""
-    compiled_over_counted_flops: float | None = None
 
 
 def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
@@ -74,7 +72,7 @@ def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[repo
 def compile_program(program: Program, chip: Chip) -> ProgramResult:
     """Compiles a program; a lack of memory is a result, any other error of the compiler is raised."""
     begin = time.monotonic()
-    arguments = temporaries = peak = reason = compiled_over_counted = None
+    arguments = temporaries = peak = reason = None
     cost = program.cost
     try:
         compiled = program.lower().compile()
@@ -82,9 +80,6 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         if memory is not None:
             arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
             peak = memory.peak_memory_in_bytes
-        compiler_flops = (compiled.cost_analysis() or {}).get("flops")
-        if cost.flops_loops_once and compiler_flops:
-            compiled_over_counted = compiler_flops / cost.flops_loops_once
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -108,7 +103,6 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         reason=reason,
         least_seconds=seconds,
         bound=bound,
-        compiled_over_counted_flops=compiled_over_counted,
     )
 
 

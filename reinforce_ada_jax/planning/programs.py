@@ -23,14 +23,11 @@ from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.planning.roofline import BatchLayout, ProgramCost
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.splash_attention import block_size
 from reinforce_ada_jax.policy.transformer import Params, init, param_shardings
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.state import abstract_state
 from reinforce_ada_jax.training.updates import abstract_batch
-
-MASTER_BYTES = 4  # of a weight that the optimiser updates, float32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,7 +84,7 @@ class AbstractRun:
         if self.base is not None or not self.config.learning.kl_coefficient:
             return 0
         itemsize = jnp.dtype(self.config.model.compute_dtype).itemsize
-        return mesh_lib.shard_bytes(self.state.params) * itemsize // MASTER_BYTES
+        return mesh_lib.shard_bytes(self.state.params) * itemsize // 4  # of float32
 
     @property
     def cache_bytes(self) -> int:
@@ -111,23 +108,16 @@ class AbstractRun:
 
     def batch_layout(self) -> BatchLayout:
         """The minibatch as `roofline.py` counts it."""
-        config, mesh, a, adapters = self.config, self.learner.mesh, self.engine.architecture, self.learner.lora
-        row_tokens, attention = self.batch.tokens.shape[-1], self.learner.platform.attention
+        mesh, a, adapters = self.learner.mesh, self.engine.architecture, self.learner.lora
         return BatchLayout(
             micro_batches=self.batch.tokens.shape[0],
             micro_rows=self.learner.micro_rows,
-            row_tokens=row_tokens,
+            row_tokens=self.batch.tokens.shape[-1],
             head_tokens=self.batch.behaviour_logprobs.shape[-1],
-            prompt_tokens=config.data.max_prompt_tokens,
-            head_tile=self.learner.platform.head_tile,
-            head_kernels=self.learner.platform.head_backend == "pallas_tpu",
-            remat=self.learner.platform.remat,
-            attention_block={"splash": block_size(row_tokens), "cudnn": 128}.get(attention),
-            attention_backward=5 if attention == "cudnn" else 7,
             row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
             weight_shards=mesh.shape["fsdp"],
             tensor_shards=mesh.shape["tensor"],
-            itemsize=jnp.dtype(config.model.compute_dtype).itemsize,
+            itemsize=jnp.dtype(self.config.model.compute_dtype).itemsize,
             adapter_weights=0 if adapters is None else lora.num_parameters(a, adapters) // a.num_layers,
         )
 
@@ -200,8 +190,8 @@ def _copied_bytes(run: AbstractRun) -> int:
 def _score_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list[Program]:
     """Returns the programs of a scoring pass, with `beside` bytes beside the weights and the minibatch."""
     learner = run.learner
-    lowered = learner.score_programs(run.policy, run.batch)
-    loop = Program("score", lowered["score"], roofline.score_call(learner.architecture, layout), "call", beside)
+    lowered, cost = learner.score_programs(run.policy, run.batch), roofline.learner_call
+    loop = Program("score", lowered["score"], cost(learner.architecture, layout, update=False), "call", beside)
     if learner.scoring_programs(run.batch) == 1:
         return [loop]
     copied = _copied_bytes(run)
@@ -214,14 +204,13 @@ def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list
     """Returns the programs of an update, with `beside` bytes beside the learner's state and the minibatch."""
     a, update = run.engine.architecture, run.learner.update
     lowered = update.programs(run.state, run.batch, run.base)
+    gradient, step = roofline.learner_call(a, layout, update=True), roofline.optimizer_call(a, layout)
     if not update.is_chain(run.batch):
-        return [Program("update", lowered["update"], roofline.update_call(a, layout, MASTER_BYTES), "call", beside)]
+        return [Program("update", lowered["update"], gradient + step, "call", beside)]
     # What a program does not read is no argument of it.
     params, copied = mesh_lib.shard_bytes(run.state.params), _copied_bytes(run)
     unread = mesh_lib.shard_bytes((run.batch, run.base))
     begin_beside = beside + run.moment_bytes + unread + (0 if copied else params)
-    gradient = roofline.gradient_call(a, layout, MASTER_BYTES)
-    step = roofline.optimizer_call(a, layout, MASTER_BYTES)
     return [
         Program("begin update", lowered["begin update"], ProgramCost(0, copied + params), "call", begin_beside),
         Program("update", lowered["update"], gradient, "call", beside + run.moment_bytes),
@@ -232,12 +221,13 @@ def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list
 def _features_program(run: AbstractRun, layout: BatchLayout, beside: int) -> Program:
     config, mesh, a = run.config, run.learner.mesh, run.engine.architecture
     rows = -(-value_head.PROMPTS_AT_A_TIME // layout.row_shards) * layout.row_shards
+    prompt_tokens, dtype = config.data.max_prompt_tokens, jnp.dtype(config.model.compute_dtype)
     tokens, length = (
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh_lib.sharding(mesh, axes))
-        for shape, axes in (((rows, layout.prompt_tokens), ("rows", None)), ((rows,), ("rows",)))
+        for shape, axes in (((rows, prompt_tokens), ("rows", None)), ((rows,), ("rows",)))
     )
-    dtype = jnp.dtype(config.model.compute_dtype)
+    prompts = dataclasses.replace(layout, micro_batches=1, micro_rows=rows, row_tokens=prompt_tokens, head_tokens=0)
     return Program(
         "value head's features", lambda: value_head.prompt_features.lower(a, run.policy, tokens, length, dtype=dtype),
-        roofline.features_call(a, dataclasses.replace(layout, micro_batches=1, micro_rows=rows)), "call", beside,
+        roofline.learner_call(a, prompts, update=False), "call", beside,
     )  # fmt: skip

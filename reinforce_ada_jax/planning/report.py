@@ -24,10 +24,6 @@ from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training import components as components_lib
 
-# A compiled program that computes this much more than is counted repeats work on several devices: the compiler has
-# split an array otherwise than was meant. (Counts of whole programs agree to 3 %.)
-REPEATED_WORK = 1.1
-
 HEADER = (
     f"{'program':22}{'compile':>9}{'arguments':>11}{'temporaries':>13}{'peak':>7}{'beside':>8}{'limit':>8}"
     f"{'GFLOP':>14}{'GB':>10}{'at least':>11}"
@@ -83,17 +79,6 @@ def table_row(result: ProgramResult) -> str:
 
 def _gib(size: int | None) -> str:
     return "-" if size is None else f"{size / GIB:.2f}"
-
-
-def remarks(result: ProgramResult) -> list[str]:
-    """Returns the lines that follow a program's line of the table."""
-    lines = [result.reason] if result.reason else []
-    if (result.compiled_over_counted_flops or 0.0) > REPEATED_WORK:
-        lines.append(
-            f"WARNING: the compiled program does {result.compiled_over_counted_flops:.2f} times the work that is "
-            "counted (each loop's body once): devices repeat each other's, and the least time is that much too low."
-        )
-    return lines
 
 
 def _introduction(topology: str, deployment: Deployment, source: str, run: AbstractRun, means: Statistics) -> str:
@@ -168,7 +153,7 @@ def check_slice(
     for program in programs:
         with answering_for(run.learner.mesh.devices.flat[0]):
             results.append(compile_program(program, chip))
-        log("\n    ".join([table_row(results[-1]), *remarks(results[-1])]))
+        log("\n    ".join(filter(None, (table_row(results[-1]), results[-1].reason))))
     plan = plan_lib.plan_text(deployment, results, means, run.learner_bytes)
     log(f"\nA lower bound, not a measurement:\n{plan}")
     return results

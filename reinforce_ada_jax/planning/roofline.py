@@ -1,16 +1,13 @@
 """FLOPs and bytes that a run's programs need at least, and the seconds that a chip needs for them.
 
-Arithmetic only; nothing is compiled here. FLOPs are those of the matrix products, attention's among them: XLA computes
-the whole square before it masks, splash attention the blocks up to the diagonal. Bytes are weights, cache, gradients,
-optimiser state, the activations kept between layers and attention's scores, each as seldom as possible; other
-activations, transfers between chips and the start of kernels are not counted, so the least time is a lower bound.
-
-XLA's `cost_analysis` can't replace these counts: it counts the body of a loop once and sees nothing inside Pallas
-kernels. `ProgramCost.flops_loops_once` is counted the same way, so that the two can be compared.
+Arithmetic only; nothing is compiled here. FLOPs are those of products with weights and of causal attention, without
+padding's exceptions and without what a backward pass computes again. Bytes are weights, cache and optimiser state, each
+as seldom as possible. Activations, transfers between chips and the start of kernels come in addition, so the least time
+is a lower bound. XLA's `cost_analysis` can't replace these counts: it counts the body of a loop once and sees nothing
+inside Pallas kernels.
 """
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 
@@ -60,17 +57,14 @@ CHIPS |= {
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """Least work of one device.
-
-    Attributes:
-      flops: floating-point operations.
-      bytes: read from or written to HBM.
-      flops_loops_once: FLOPs with the body of every loop counted once, as XLA counts them; None: not comparable.
-    """
+    """Least work of one device: floating-point operations, and bytes read from or written to HBM."""
 
     flops: float | int
     bytes: float | int
-    flops_loops_once: float | int | None = None
+
+    def __add__(self, other: "ProgramCost") -> "ProgramCost":
+        """Returns both, one after the other."""
+        return ProgramCost(self.flops + other.flops, self.bytes + other.bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +76,6 @@ class BatchLayout:
       micro_rows: rows of one micro-batch, on all devices together.
       row_tokens: positions of a row, padding included.
       head_tokens: positions of a row that meet the output head.
-      prompt_tokens: limit of a prompt.
-      head_tile: (response positions, vocabulary entries) of a block in which logits exist.
-      head_kernels: the head runs in Pallas kernels, which recompute the logits and which XLA doesn't count.
-      remat: one of `transformer.REMAT`: what the backward pass recomputes.
-      attention_block: positions of a block of the attention's kernels; None: XLA's attention of the whole square.
-      attention_backward: products of the kernels' backward pass: 7 of splash attention, 5 of cuDNN's.
       row_shards: devices along `data` and `fsdp`.
       weight_shards: devices along `fsdp`.
       tensor_shards: devices along `tensor`.
@@ -99,22 +87,11 @@ class BatchLayout:
     micro_rows: int
     row_tokens: int
     head_tokens: int
-    prompt_tokens: int
-    head_tile: tuple[int, int]
-    head_kernels: bool
-    remat: str
-    attention_block: int | None
     row_shards: int
     weight_shards: int
     tensor_shards: int
     itemsize: int
-    attention_backward: int = 7
     adapter_weights: int = 0
-
-    @property
-    def devices(self) -> int:
-        """Devices that share the work."""
-        return self.row_shards * self.tensor_shards
 
 
 def layer_weights(a: Architecture) -> int:
@@ -188,122 +165,31 @@ def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens:
 # ---- learning ----------------------------------------------------------------------------------------------------
 
 
-def _flops(a: Architecture, b: BatchLayout, passes: int) -> tuple[float, float]:
-    """FLOPs of a device, (in all, with every loop's body once), where each product is computed `passes` times.
+def learner_call(a: Architecture, b: BatchLayout, *, update: bool) -> ProgramCost:
+    """Cost of a scoring pass over a minibatch, or of the summed gradients of an update, on each device.
 
-    2 per weight and position, for the head only at the positions that predict a response token; 4 N H T^2 per layer.
-    A product with weights that remat keeps is computed once less. The head's two backward kernels each recompute the
-    logits. Splash attention leaves out blocks above the diagonal; of its 7 backward products 3 are recomputed, and of
-    cuDNN's 5 one.
-
-    Weights under adapters have no gradient: theirs and the head's products are computed once less, and no kernel
-    recomputes the logits for it. One half of each adapter isn't split over `tensor`; it is counted as if it were.
+    A pass has 2 FLOPs per weight and position, for the head only at the positions that predict a response token, and
+    2 N H T^2 per layer for attention, which is causal. Gradients need two passes more, but one of weights under
+    adapters, which have no gradient. Every pass of a micro-batch reads its weights, whole along `fsdp`.
     """
-    saves = b.remat == "dots" and passes > 1
-    frozen = b.adapter_weights > 0 and passes > 1
-    matrices = 2 * b.row_tokens * ((passes - saves - frozen) * layer_weights(a) + (passes - saves) * b.adapter_weights)
-    square = 2 * a.num_heads * a.head_dim * b.row_tokens**2
-    if b.attention_block is None:
-        attention = passes * 2 * square
-        visible = matrices + attention
-    else:
-        blocks = math.ceil(b.row_tokens / b.attention_block)
-        attention = (2 if passes == 1 else 2 + 2 + b.attention_backward) * square * (blocks + 1) / (2 * blocks)
-        visible = matrices
-    layer = matrices + attention
-    products = passes - 1 if frozen else passes + (b.head_kernels and passes > 1)
-    head = products * 2 * a.vocab_size * a.hidden_size * b.head_tokens
-    positions, vocab = b.micro_rows * b.head_tokens / b.row_shards, a.vocab_size / b.tensor_shards
-    tile = products * 2 * a.hidden_size * min(positions, b.head_tile[0]) * min(vocab, b.head_tile[1])
-    device_rows = b.micro_rows / b.devices
-    total = b.micro_batches * device_rows * (a.num_layers * layer + head)
-    return total, device_rows * visible + (0 if b.head_kernels else tile)
+    passes = 3 if update else 1
+    of_frozen = passes - (update and b.adapter_weights > 0)
+    layer = 2 * b.row_tokens * (of_frozen * layer_weights(a) + passes * b.adapter_weights)
+    layer += passes * 2 * a.num_heads * a.head_dim * b.row_tokens**2
+    head = of_frozen * 2 * a.vocab_size * a.hidden_size * b.head_tokens
+    rows = b.micro_batches * b.micro_rows / (b.row_shards * b.tensor_shards)
+    weights = of_frozen * layer_weights(a) + passes * b.adapter_weights
+    size = b.micro_batches * a.num_layers * weights * b.itemsize / b.tensor_shards
+    return ProgramCost(rows * (a.num_layers * layer + head), size)
 
 
-def _layer_bytes(a: Architecture, b: BatchLayout, *, weight_reads: int, score_passes: int) -> float:
-    """Bytes of a micro-batch in the layers: their weights, whole along `fsdp`, and attention's scores [rows, N, T, T],
-    which splash attention keeps inside of its kernels."""
-    weights = weight_reads * a.num_layers * (layer_weights(a) + b.adapter_weights) * b.itemsize / b.tensor_shards
-    scores = score_passes * a.num_layers * a.num_heads * b.micro_rows * b.row_tokens**2 * b.itemsize / b.devices
-    return weights + (scores if b.attention_block is None else 0)
+def optimizer_call(a: Architecture, b: BatchLayout) -> ProgramCost:
+    """Cost of the optimiser's step, on each device; its FLOPs are not those of products.
 
-
-def _head_bytes(a: Architecture, b: BatchLayout, *, backward: bool) -> float:
-    """Bytes that the sweeps over the vocabulary read, whole along `fsdp`.
-
-    Those for statistics and for the hidden states' gradient read the head once for each block of positions; the one for
-    the gradient of a head that is trained reads the hidden states once for each block of the vocabulary.
+    It reads gradients, and reads and writes weights and both moments, all float32.
     """
-    head = a.vocab_size * a.hidden_size * b.itemsize / b.tensor_shards
-    positions = b.micro_rows * b.head_tokens / b.row_shards
-    blocks = math.ceil(positions / b.head_tile[0])
-    if not backward:
-        return blocks * head
-    if b.adapter_weights:
-        return 2 * blocks * head
-    hidden = a.vocab_size / b.tensor_shards / b.head_tile[1] * positions * a.hidden_size * b.itemsize
-    return (2 * blocks + 1) * head + hidden
-
-
-def score_call(a: Architecture, b: BatchLayout) -> ProgramCost:
-    """Cost of the old policy's log-probabilities of a minibatch, on each device: one forward pass."""
-    flops, once = _flops(a, b, 1)
-    size = _layer_bytes(a, b, weight_reads=1, score_passes=2) + _head_bytes(a, b, backward=False)
-    return ProgramCost(flops, b.micro_batches * size, once)
-
-
-def update_call(a: Architecture, b: BatchLayout, master_itemsize: int) -> ProgramCost:
-    """Cost of one update on a minibatch, on each device.
-
-    Every product is computed forwards, once more where the backward pass recomputes its layer, and twice backwards:
-    8 FLOPs per weight and position where 6 are necessary; under adapters 6 where 4 are. The layers' inputs are written
-    and read, and kept results of products with weights; sums of gradients are read and written for every micro-batch;
-    the optimiser reads and writes weights and both moments, of adapters only where those are trained.
-    """
-    sums, step = gradient_call(a, b, master_itemsize), optimizer_call(a, b, master_itemsize)
-    return dataclasses.replace(sums, bytes=sums.bytes + step.bytes)
-
-
-def _trained_bytes(a: Architecture, b: BatchLayout, master_itemsize: int) -> float:
-    """Bytes of the trained weights, on each device."""
     trained = a.num_layers * b.adapter_weights or a.num_parameters
-    return trained * master_itemsize / (b.weight_shards * b.tensor_shards)
-
-
-def optimizer_call(a: Architecture, b: BatchLayout, master_itemsize: int) -> ProgramCost:
-    """Cost of the optimiser's step of `update_call`; its FLOPs are not those of products."""
-    return ProgramCost(0, 7 * _trained_bytes(a, b, master_itemsize))
-
-
-def gradient_call(a: Architecture, b: BatchLayout, master_itemsize: int) -> ProgramCost:
-    """Cost of the summed gradients of `update_call`."""
-    flops, once = _flops(a, b, 4)
-    shard = _trained_bytes(a, b, master_itemsize)
-    saves = b.remat == "dots"
-    width = a.hidden_size / b.row_shards
-    if saves:
-        width += (a.head_dim * (a.num_heads + 2 * a.num_kv_heads) + a.hidden_size + 2 * a.ffn_size) / b.devices
-    activations = 2 * a.num_layers * b.micro_rows * b.row_tokens * width * b.itemsize
-    size = _layer_bytes(a, b, weight_reads=3 - saves, score_passes=8) + _head_bytes(a, b, backward=True)
-    return ProgramCost(flops, b.micro_batches * (size + activations + 2 * shard), once)
-
-
-def necessary_flops_per_token(a: Architecture, row_tokens: int, adapter_weights: int = 0) -> int:
-    """FLOPs that an update needs per position of a row of T tokens, by the usual rule.
-
-    6 per weight and 12 N H T per layer; under adapters 4 per weight and 6 per weight of theirs.
-    """
-    all_adapters = a.num_layers * adapter_weights
-    weights = 4 * a.num_parameters + 6 * all_adapters if all_adapters else 6 * a.num_parameters
-    return weights + 12 * a.num_layers * a.num_heads * a.head_dim * row_tokens
-
-
-def features_call(a: Architecture, b: BatchLayout) -> ProgramCost:
-    """Cost of the value head's hidden states of one chunk of prompts, on each device."""
-    matrices = layer_weights(a) + b.adapter_weights
-    layer = b.micro_rows * b.prompt_tokens * (2 * matrices + 4 * a.num_heads * a.head_dim * b.prompt_tokens)
-    weights = a.num_layers * matrices * b.itemsize / b.tensor_shards
-    return ProgramCost(a.num_layers * layer / b.devices, weights, layer / b.devices)
+    return ProgramCost(0, 7 * 4 * trained / (b.weight_shards * b.tensor_shards))
 
 
 def roofline(cost: ProgramCost, chip: Chip) -> tuple[float, str]:

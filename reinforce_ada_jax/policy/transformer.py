@@ -58,7 +58,7 @@ def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How the layers are computed; all choices but `dtype` have the same results up to rounding.
+    """Choices of how the layers are computed. All but `dtype` have the same results up to rounding.
 
     Attributes:
       dtype: of activations and matrix products; weights are cast where they are used.

@@ -1,3 +1,4 @@
+import json
 import math
 import warnings
 from types import SimpleNamespace

@@ -295,10 +295,10 @@ def program_that(outcome):
             raise outcome
         sizes = dict(zip(("argument_size", "temp_size", "peak_memory"), outcome, strict=True))
         memory = types.SimpleNamespace(**{f"{name}_in_bytes": int(size * GIB) for name, size in sizes.items()})
-        compiled = types.SimpleNamespace(memory_analysis=lambda: memory, cost_analysis=lambda: {"flops": 3.0})
+        compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
         return types.SimpleNamespace(compile=lambda: compiled)
 
-    cost = ProgramCost(flops=197e12, bytes=819e9 * 2, flops_loops_once=2.0)
+    cost = ProgramCost(flops=197e12, bytes=819e9 * 2)
     return Program("update", lower, cost, "call", beside_bytes=2 * GIB)
 
 
@@ -327,8 +327,6 @@ def test_compile_program(outcome, peak, over, fits):
     assert result.hbm_peak_bytes == (None if peak is None else int(peak * GIB))
     assert result.over_bytes == pytest.approx(over * GIB, abs=2)
     assert (result.least_seconds, result.bound) == (2.0, "bandwidth")
-    if outcome not in (OOM, SMEM):
-        assert "1.50 times the work" in report.remarks(result)[0]
     line = report.table_row(result)
     assert ("yes" in line) is fits and ("NO" in line) is not fits
     if over:
@@ -424,7 +422,6 @@ def test_adapters_fit_where_all_weights_do(tmp_path):
         assert small["hbm_beside_bytes"] <= full["hbm_beside_bytes"]
     # The last is the update.
     assert small["hbm_argument_bytes"] < full["hbm_argument_bytes"]
-    assert small["compiled_over_counted_flops"] < report.REPEATED_WORK
 
 
 @needs_libtpu
@@ -482,8 +479,6 @@ def test_published_runs_fit(tmp_path, topology, name, changes):
     assert result.returncode == 0, result.stdout + result.stderr
     outcomes = json.loads(file.read_text())
     assert all(outcome["fits"] for outcome in outcomes)
-    update = outcomes[-1]
-    assert update["compiled_over_counted_flops"] < report.REPEATED_WORK
 
 
 @needs_libtpu
