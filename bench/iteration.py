@@ -230,7 +230,7 @@ def begin(
     workdir.mkdir()
     config = components_lib.for_devices(config_lib.replaced(config, inputs.QUIET | {"evaluation.every": 0}))
     verifiers = stack.enter_context(components_lib.verifier_pool(config))
-    folder = components_lib.model_folder(config.model.path, config.model.revision)
+    folder = components_lib.model_folder(config.model.path)
     if architecture is not None:
         make_folder(workdir / "model", folder, architecture, config.seed)
         folder = workdir / "model"

@@ -95,8 +95,7 @@ def main(config: Config, options: Options) -> None:
             else:
                 graded_by = () if regrade else config_lib.GRADED_BY
                 config_lib.check_evaluated(config, run, config_lib.DRAWN_WITH + graded_by)
-            named = (config.model.path, config.model.revision) if model is None else (model,)
-            source = PolicySource(run, components_lib.model_folder(*named))
+            source = PolicySource(run, components_lib.model_folder(model or config.model.path))
         with cli.interruptible("Graded responses are stored"):
             if regrade:
                 evaluation = stored_evaluation.regrade(config, source, written, before)

@@ -34,9 +34,8 @@ class ModelConfig:
 
     path: str = setting(
         "", "Hugging Face folder with config.json, safetensors and tokenizer.json; a GGUF file; or a model of "
-        "huggingface.co, OWNER/MODEL, fetched once.", rule="model_and_prompts_are_named",
+        "huggingface.co, OWNER/MODEL or OWNER/MODEL@REVISION, fetched once.", rule="model_and_prompts_are_named",
     )  # fmt: skip
-    revision: str = setting("", "Branch, tag or commit of a model of huggingface.co; empty: main.")
     compute_dtype: str = setting(
         "auto", "Precision of products and activations; auto: float32 on CPUs, where bfloat16 is slow, and bfloat16 "
         "elsewhere; a run keeps that of its start.", one_of(("auto", *values.DTYPES)),

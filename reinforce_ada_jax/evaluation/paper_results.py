@@ -143,7 +143,7 @@ def differences(config: Config, model: str) -> tuple[str, ...]:
 
 def comparison(config: Config) -> Comparison:
     """Returns the paper's run that a run with this configuration may be compared with; often none."""
-    model, collection = components_lib.local_folder(config.model.path).name, config.collection
+    model, collection = components_lib.local_folder(config.model.path).name.partition("@")[0], config.collection
     key = (model, collection.strategy, collection.group_size)
     if key not in AVERAGES:
         return Comparison()

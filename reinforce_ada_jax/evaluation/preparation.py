@@ -363,7 +363,7 @@ def prepare(
         changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": (), "lora.rank": 0}
         config = components_lib.for_devices(config_lib.check(config_lib.replaced(config, changes)))
         problems = components_lib.load_problems(source, config)
-        components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
+        components = components_lib.build(config, components_lib.model_folder(config.model.path))
         processes.check_same("the configurations", config_lib.to_json(config))
         verifier_pool = components_lib.verifier_pool(config, files.draws)
         prompts, counts = _unique_and_short(config, components, problems)

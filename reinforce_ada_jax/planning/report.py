@@ -41,10 +41,11 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
     folder = components_lib.local_folder(path)
     if folder.is_dir() or gguf.find(folder) is not None:
         return read_config(folder), str(folder)
-    if folder.name in PUBLISHED:
-        return from_hf(PUBLISHED[folder.name]), f"the published sizes of {folder.name}"
+    name = folder.name.partition("@")[0]
+    if name in PUBLISHED:
+        return from_hf(PUBLISHED[name]), f"the published sizes of {name}"
     raise ValueError(
-        f"{folder} is not a folder, and the sizes of {folder.name!r} aren't known here (only of "
+        f"{folder} is not a folder, and the sizes of {name!r} aren't known here (only of "
         f"{', '.join(PUBLISHED)}): --model=DIR with a config.json is enough."
     )
 

@@ -12,12 +12,12 @@ from reinforce_ada_jax.policy.huggingface import TOKENIZER_FILES
 
 FILES = ("*.safetensors", "*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json")))
 OTHERS = ("*/*", "consolidated*")  # folders with copies for other programs, and a second copy of the weights
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?:@[\w./-]{1,95})?")
 _REPOSITORY = "models--"
 
 
 def is_name(path: str) -> bool:
-    """Returns True if `path` may name a model of the hub, OWNER/MODEL."""
+    """Returns True if `path` may name a model of the hub, OWNER/MODEL or OWNER/MODEL@REVISION."""
     return bool(_NAME.fullmatch(path))
 
 
@@ -28,12 +28,10 @@ def repository(folder: pathlib.Path) -> str | None:
     return found.removeprefix(_REPOSITORY).replace("--", "/") if found.startswith(_REPOSITORY) else None
 
 
-def fetch(name: str, revision: str = "") -> pathlib.Path:
+def fetch(path: str) -> pathlib.Path:
     """Returns the folder of a model, after fetching the files that the cache lacks.
 
-    Args:
-      name: OWNER/MODEL.
-      revision: branch, tag or commit; "": the main branch.
+    `path` is OWNER/MODEL, of the main branch, or OWNER/MODEL@REVISION with a branch, tag or commit.
 
     Raises:
       ValueError: there is no such model or revision, it has no safetensors, or the hub can't be reached and the cache
@@ -43,6 +41,7 @@ def fetch(name: str, revision: str = "") -> pathlib.Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.utils import disable_progress_bars  # noqa: PLC0415
 
+    name, _, revision = path.partition("@")
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:

@@ -81,7 +81,7 @@ def local_folder(path: str) -> pathlib.Path:
     return pathlib.Path(path)
 
 
-def model_folder(path: str, revision: str = "") -> pathlib.Path:
+def model_folder(path: str) -> pathlib.Path:
     """Returns the folder of a model: a folder of this machine; one of a bucket or of the hub is fetched once.
 
     Raises:
@@ -90,7 +90,7 @@ def model_folder(path: str, revision: str = "") -> pathlib.Path:
     if buckets.is_bucket(path):
         return buckets.fetch(path)
     folder = local_folder(path)
-    return folder if folder.exists() or not hub_models.is_name(path) else hub_models.fetch(path, revision)
+    return folder if folder.exists() or not hub_models.is_name(path) else hub_models.fetch(path)
 
 
 def load_problems(source: str, config: Config) -> list[Problem]:

@@ -100,7 +100,7 @@ def read_inputs(
     config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
-    folder = components_lib.model_folder(config.model.path, config.model.revision)
+    folder = components_lib.model_folder(config.model.path)
     components = components_lib.build(config, folder, strategy)
     if not holds_checkpoint(workdir):
         huggingface.check_weights(components.folder, components.architecture)

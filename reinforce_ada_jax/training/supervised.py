@@ -86,7 +86,7 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     for name, value in (("environment.path", config.environment.path), ("mesh.sampler", config.mesh.sampler)):
         if value:
             raise ValueError(f"{name} is {value!r}, and supervised training draws nothing: leave it out.")
-    components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
     if not holds_checkpoint(workdir):
         huggingface.check_weights(components.folder, components.architecture)
     lines: list[str] = []

@@ -20,9 +20,9 @@ WANTED = {"config.json", "generation_config.json", "model.safetensors", "tokeniz
 FETCH = """
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.training.components import model_folder
-for name, revision in {wanted}:
+for name in {wanted}:
     try:
-        folder = model_folder(name, revision)
+        folder = model_folder(name)
         print(folder)
     except ValueError as error:
         print(error)
@@ -96,7 +96,7 @@ def hub():
 
 
 def start(hub, cache, wanted, load=False, **variables):
-    """Starts a process that prints the folder of each (name, revision), or the error."""
+    """Starts a process that prints the folder of each name, or the error."""
     env = environment() | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(cache), "HF_TOKEN": "", **variables}
     env["HF_ENDPOINT"] = variables.get("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     return forked.Forked(["-c", FETCH.format(wanted=wanted, load=load)], env)
@@ -110,17 +110,17 @@ def lines(process):
 
 def test_a_model_is_fetched_once(tmp_path, hub):
     # Two processes of one run, at once.
-    both = [start(hub, tmp_path, [("tiny/cipher", "")], load=True) for _ in range(2)]
+    both = [start(hub, tmp_path, ["tiny/cipher"], load=True) for _ in range(2)]
     folder, weights = lines(both[0])
     assert int(weights) == 107_392 and lines(both[1]) == [folder, weights]
     assert {os.path.basename(path) for path in hub.files} == WANTED
     assert set(os.listdir(folder)) == WANTED and pathlib.Path(folder).name == COMMIT
     assert hub_models.repository(pathlib.Path(folder)) == "tiny/cipher"
     fetched, began = len(hub.files), time.monotonic()
-    wanted = [("tiny/cipher", "v1"), ("tiny/none", ""), ("tiny/cipher", "v2"), ("tiny/pickled", "")]
+    wanted = ["tiny/cipher@v1", "tiny/none", "tiny/cipher@v2", "tiny/pickled"]
     again = start(hub, tmp_path, wanted)
-    unreachable = start(hub, tmp_path, [("tiny/cipher", ""), ("a/b", "")], HF_ENDPOINT="http://127.0.0.1:9")
-    offline = start(hub, tmp_path, [("tiny/cipher", ""), ("a/b", "")], HF_HUB_OFFLINE="1")
+    unreachable = start(hub, tmp_path, ["tiny/cipher", "a/b"], HF_ENDPOINT="http://127.0.0.1:9")
+    offline = start(hub, tmp_path, ["tiny/cipher", "a/b"], HF_HUB_OFFLINE="1")
     there, none, revision, pickled = lines(again)
     assert there == folder
     assert "tiny/none is not a folder, and the model can't be fetched from huggingface.co (RepositoryNotFound" in none
