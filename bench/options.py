@@ -128,7 +128,7 @@ USED = {
     "rollout": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "against", "against_python", "copy_mb", "drafts",
                 "prompt_tokens", "repeat", "requests", "samples", "temperature", "workload"),
     "serve": (*_MODEL, *_ENGINE, *_LENGTHS, "prompt_tokens", "repeat", "requests", "samples"),
-    "split": ("config", *_MODEL, *_ENGINE, *_LENGTHS, "repeat", "topology"),
+    "split": ("config", *_MODEL, *_ENGINE, *_LENGTHS, "repeat"),
     "start": ("repeat",),
     "turns": (*_MODEL, *_ENGINE, "environment_tokens", "prompt_tokens", "repeat", "requests", "response_tokens",
               "turns"),

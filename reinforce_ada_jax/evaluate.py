@@ -60,6 +60,24 @@ def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -
     return config
 
 
+def _check(config: Config, options: Options) -> None:
+    """Raises ValueError where the flags do not go together, or a path can't be read or written."""
+    from reinforce_ada_jax.distributed import processes
+
+    if (options.workdir is None) == (options.model is None):
+        raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
+    if options.regrade and processes.count() > 1:
+        raise ValueError(f"--regrade reads no model: start it in one process, not in {processes.count()}.")
+    if options.dry_run and options.regrade:
+        raise ValueError("--dry_run checks what would be drawn, and --regrade draws nothing: drop one of them.")
+    for name in ("workdir", "model", "initial"):
+        check_input(f"--{name}", getattr(options, name))
+    if options.model is None and not config.model.path:
+        raise ValueError("model.path is empty: name the model that the run trains, --config.model.path=DIR.")
+    if options.output is not None:
+        check_output("--output", options.output, folder=True)
+
+
 def main(config: Config, options: Options) -> None:
     """Evaluates, or grades stored responses again; prints and writes the table and the results."""
     from reinforce_ada_jax.distributed import processes
@@ -70,18 +88,7 @@ def main(config: Config, options: Options) -> None:
     workdir, model, regrade = options.workdir, options.model, options.regrade
     with contextlib.ExitStack() as stack:
         with cli.user_input():
-            if (workdir is None) == (model is None):
-                raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
-            if regrade and processes.count() > 1:
-                raise ValueError(f"--regrade reads no model: start it in one process, not in {processes.count()}.")
-            if options.dry_run and regrade:
-                raise ValueError("--dry_run checks what would be drawn, and --regrade draws nothing: drop one of them.")
-            for name, path in {"--workdir": workdir, "--model": model, "--initial": options.initial}.items():
-                check_input(name, path)
-            if model is None and not config.model.path:
-                raise ValueError("model.path is empty: name the model that the run trains, --config.model.path=DIR.")
-            if options.output is not None:
-                check_output("--output", options.output, folder=True)
+            _check(config, options)
             config = with_flags(config, options.benchmarks, options.samples)
             run = None if workdir is None else stack.enter_context(local_copy.opened(workdir))[0]
             written = None

@@ -1,4 +1,4 @@
-"""Serves Hugging Face folders: to OpenAI's clients, to the tinker client, or over JetStream's gRPC protocol.
+"""Serves models to the clients of OpenAI and of tinker, or over JetStream's gRPC protocol.
 
     python -m reinforce_ada_jax.serve --model=NAME=HF_DIR --port=8000
     python -m reinforce_ada_jax.serve --model=package:cipher --greedy

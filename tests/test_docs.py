@@ -450,7 +450,7 @@ def start(program, arguments, whole):
         rest = flags_parser(sys.argv)[1:]
         if rest and without_arguments:
             cli.fail(f"unexpected arguments {rest}")
-        needs_model = "config" in flags.FLAGS and program != "simulate"
+        needs_model = "config" in flags.FLAGS and program not in ("simulate", "bench.studies")
         if needs_model and flags.FLAGS.config is not None:
             config_lib.validate(flags.FLAGS.config)
     cli.run, app.run = run, parse

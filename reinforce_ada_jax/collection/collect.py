@@ -6,7 +6,8 @@ and pools are in draw order. There is no barrier between prompts unless the call
 """
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -82,20 +83,11 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
     strategy = config if isinstance(config, Strategy) else strategies.build(config)
     prefetch = prefetch or Prefetch(())
     _check_ids([*prompts, *prefetch.prompts, *replacements])
-    states = _rollouts(prompts, prefetch.prompts, strategy, estimate_fn)
-    later = [PromptRollouts(prompt, index) for index, prompt in enumerate(replacements, len(states))]
-    for rollouts in (*states, *later):
-        if partial and rollouts.prompt.id in partial:
-            rollouts.resume(partial[rollouts.prompt.id])
+    states = _resumed(_rollouts(prompts, prefetch.prompts, strategy, estimate_fn), partial)
+    later = _resumed(map(PromptRollouts, replacements, itertools.count(len(states))), partial)
+    verdicts = VerificationQueue(verify_fn, deterministic=deterministic, waiting=lambda: _report(queue, on_progress))
     queue = CollectionQueue(
-        states,
-        later,
-        strategy,
-        VerificationQueue(verify_fn, deterministic=deterministic, waiting=lambda: _report(queue, on_progress)),
-        barrier=barrier,
-        speculative=speculative,
-        seed=seed,
-        iteration=iteration,
+        states, later, strategy, verdicts, barrier=barrier, speculative=speculative, seed=seed, iteration=iteration
     )
     if turns is not None:
         turns.attach(queue, lambda: _report(queue, on_progress))
@@ -117,6 +109,15 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
 def _report(queue: CollectionQueue, on_progress: OnProgress | None) -> None:
     if on_progress is not None:
         on_progress(queue.num_closed, queue.num_responses)
+
+
+def _resumed(states: Iterable[PromptRollouts], partial: Mapping[str, PartialRollouts] | None) -> list[PromptRollouts]:
+    """Returns the prompts, each of which continues from the draws that it has, if any."""
+    found = list(states)
+    for rollouts in found:
+        if partial and rollouts.prompt.id in partial:
+            rollouts.resume(partial[rollouts.prompt.id])
+    return found
 
 
 def _partial(prompts: Sequence[PromptRollouts], *, finished_rounds: bool = False) -> dict[str, PartialRollouts]:

@@ -231,7 +231,7 @@ def test_mistakes(capsys, arguments, parts):
 def test_a_mistake_at_the_terminal():
     shown = run_command("--group_size=why")
     assert shown.returncode == cli.BAD_INPUT and shown.stdout == ""
-    assert shown.stderr.startswith("error: flag --group_size=why: invalid literal")
+    assert shown.stderr == "error: --group_size is 'why'; it must be a whole number.\n"
 
 
 def test_the_relative_signal_has_the_slope_of_the_objective_with_its_constant():

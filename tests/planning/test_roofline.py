@@ -99,7 +99,7 @@ def test_learner_call_of_adapters():
 def test_no_device_repeats_the_work_of_another(rank):
     """By the compiler's count. Were it left to the compiler where activations live, eight devices would do 1.26 times
     as much to score and 1.23 times as much to update: attention over all rows on every device."""
-    sizes = SIZES | dict(vocab_size=2048, hidden_size=256, intermediate_size=512, num_key_value_heads=2)
+    sizes = SIZES | dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_key_value_heads=2)
     config = tiny(**{
         "data.max_prompt_tokens": 64, "sampling.max_response_tokens": 64, "learning.kl_coefficient": 0.1,
         "learning.prompts_per_update": 8, "learning.micro_batches": 4, "collection.prompts_per_iteration": 8,

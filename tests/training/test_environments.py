@@ -83,7 +83,7 @@ SETTINGS = {
     "data.template": "chat", "data.system": "", "data.instruction": "", "data.max_prompt_tokens": 8,
     "evaluation.benchmarks": ("heldout.jsonl",), "evaluation.samples": 2, "evaluation.max_response_tokens": 24,
     "sampling.max_response_tokens": 24, "sampling.slots": 16, "sampling.check_invariants": True,
-    "environment.max_turns": 3, "environment.max_turn_tokens": 8, "reward.time_limit_s": 30.0,
+    "environment.max_turns": 3, "environment.max_turn_tokens": 8, "reward.time_limit_s": 30.0, "reward.workers": 2,
     "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
 }  # fmt: skip
 TRAIN = """
