@@ -57,13 +57,17 @@ def start(tmp_path_factory):
         process.communicate()
 
 
-def samples(workdir) -> list[str]:
-    return [file.read_text() for file in sorted((workdir / "samples").iterdir())]
+def samples(workdir) -> tuple[list[dict], list[float]]:
+    """The written samples, and their advantages, which may come from sums over log-probabilities."""
+    lines = [line for file in sorted((workdir / "samples").iterdir()) for line in file.read_text().splitlines()]
+    records = [json.loads(line) for line in lines]
+    return records, [record.pop("advantage") for record in records]
 
 
 def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
-    """The same samples to the letter; weights, moments and metrics but for the order of sums."""
-    assert samples(first) == samples(second)
+    """The same samples to the letter; advantages, weights, moments and metrics but for the order of sums."""
+    (records, advantages), (other_records, other_advantages) = samples(first), samples(second)
+    assert records == other_records and advantages == pytest.approx(other_advantages, abs=1e-5)
     (one, record), (other, other_record) = restored(first), restored(second)
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
     jax.tree.map(close, one, other)
