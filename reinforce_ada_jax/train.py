@@ -143,9 +143,7 @@ if __name__ == "__main__":
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )
     DISTRIBUTED = cli.define_distributed()
-    DRY_RUN = flags.DEFINE_bool(
-        "dry_run", False, "Check the input, print what would run and how long an iteration takes."
-    )
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, and print what would run and how long it takes.")
     PAGE = flags.DEFINE_integer(
         "page", None, "Port of a live page of the run on this machine; 0 chooses a free one. Without it: no page.", 0,
         65_535,

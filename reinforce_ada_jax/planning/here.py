@@ -33,8 +33,7 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     step = weights * product_seconds(engine.options.slots, architecture.hidden_size, dtype)
     step *= engine.replicas / engine.mesh.size
     token = weights * product_seconds(DENSE_ROWS, architecture.hidden_size, dtype) / DENSE_ROWS / devices
-    slots = engine.options.slots * engine.replicas
-    _, rounds = slot_choice.simulated(strategy, slot_choice.spread(prompts), slots)
+    _, rounds = slot_choice.simulated(strategy, slot_choice.spread(prompts), engine.options.slots * engine.replicas)
     scale = max(1.0, prompts / slot_choice.MOST_PROMPTS)
     collect = scale * rounds * response * step + prompts * config.data.max_prompt_tokens * token
     # Products of the forward pass once, of the backward pass twice, and once more where layers are computed again.

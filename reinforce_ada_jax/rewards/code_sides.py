@@ -40,10 +40,8 @@ FUNCTIONS = {
     "isclose": "math", "deepcopy": "copy", "Counter": "collections", "OrderedDict": "collections",
     "defaultdict": "collections", "allclose": "numpy", "array_equal": "numpy", "approx": "pytest", "raises": "pytest",
 }  # fmt: skip
-FUNCTIONS |= dict.fromkeys(
-    ("assert_allclose", "assert_almost_equal", "assert_array_equal", "assert_array_almost_equal", "assert_equal"),
-    "numpy.testing",
-)
+COMPARED = ("allclose", "almost_equal", "array_almost_equal", "array_equal", "equal")
+FUNCTIONS |= {f"assert_{name}": "numpy.testing" for name in COMPARED}
 PYTHON = {*dir(builtins), *FUNCTIONS}
 
 

@@ -183,10 +183,7 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
     ]
     tests = [test for test in tests if not isinstance(test, Assertions) or _runs(test.code)]
     if not tests:
-        raise ValueError(
-            f"{name}: its code only defines names, so every program would pass. Call check(), give entry_point, or "
-            "define functions test_..."
-        )
+        raise ValueError(f"{name}: its code only defines names: call check(), give entry_point, or define test_...")
     return tests
 
 
