@@ -4,6 +4,7 @@
     python -m bench.studies --study=epsilon
     python -m bench.studies --study=objectives --output=figures
     python -m bench.studies --study=signal --pass_rates=0.02,0.05,0.1,0.2,0.5,0.8,0.95
+    python -m bench.studies --study=selection --histogram=prompts.jsonl
     python -m bench.studies --study=learning --strategy=grpo@4,grpo@16,balance,estimate+log
 
 The other flags are those of `simulate`.
@@ -11,6 +12,8 @@ The other flags are those of `simulate`.
 zero_variance   how often a group of n has no signal, and how often a strategy's pool has none
 epsilon         where the least pass rate of w(p) biases the log objective, and how much noise it saves
 learning        which strategy learns fastest per draw, and which per update
+
+objective_studies.py and selection_studies.py have three more.
 """
 
 import dataclasses
@@ -21,7 +24,7 @@ import numpy as np
 from absl import flags
 from jaxtyping import Float
 
-from bench import objective_studies
+from bench import objective_studies, selection_studies
 from bench.learning_curves import average, learn, population
 from reinforce_ada_jax import cli, simulate
 from reinforce_ada_jax.analysis.enumeration import expectations
@@ -193,12 +196,14 @@ def learning(inputs: Inputs) -> None:
 STUDIES = {
     "zero_variance": zero_variance, "epsilon": epsilon, "learning": learning,
     "objectives": objective_studies.objectives, "signal": objective_studies.signal,
+    "selection": selection_studies.selection,
 }  # fmt: skip
 # The strategies of a study where the user names none; of the others, the configuration's.
 STRATEGIES = {
     "epsilon": ("balance", "estimate"),
     "objectives": ("estimate+log", "estimate+power"),
     "signal": objective_studies.SIGNAL_STRATEGIES,
+    "selection": selection_studies.SELECTION_STRATEGIES,
     "learning": ("grpo@4", "grpo@8", "grpo@16", "positive", "balance", "estimate+log", "dapo", "ngu"),
 }
 

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from bench import selection_studies
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.analysis.enumeration import expectations
+from reinforce_ada_jax.analysis.inputs import strategy_settings
 from reinforce_ada_jax.collection import selection, strategies
-from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.config import CollectionConfig, aliases
 from reinforce_ada_jax.data.prompts import load_problems
@@ -82,8 +84,9 @@ def test_the_choice_of_prompts_of_ones_own(tmp_path):
         Pool(prompt, (), tuple(Verdict(right, float(right)) for right in verdicts[prompt.id]), 1, True)
         for prompt in prompts[:3]
     ]
+    groups = [Group(pool, np.zeros(0, int), np.zeros(0)) for pool in pools]
     mixed, resumed = (selection.build(config, prompts, seed=0) for _ in range(2))
-    assert mixed.observe(pools) == {"selection/known": 3}
+    assert mixed.observe(groups) == {"selection/known": 3}
     resumed.load_json(json.loads(json.dumps(mixed.to_json())))
     for iteration in range(8):  # d is unknown, b is mixed
         choices = [selection.choose(each, 2, seed=0, iteration=iteration).prompts for each in (mixed, resumed)]
@@ -173,7 +176,7 @@ def test_pages_and_diagrams_are_made_from_the_code(script):
 
 
 METRIC = re.compile(
-    r"frac_reward_zero_std|(rewards?|completions|collection|update|validation|estimator|evaluation|time|memory|compile)/[\w*/]+"
+    r"frac_reward_zero_std|(rewards?|completions|selection|collection|update|validation|estimator|evaluation|time|memory|compile)/[\w*/]+"
 )
 
 
@@ -229,6 +232,22 @@ def test_the_tables_of_what_is_climbed(heading, row, objective, correction):
     for cell, value in zip(shown[row][1:], signal / signal[4], strict=True):
         digits = len(cell.partition(".")[2])
         assert float(cell) == pytest.approx(value, abs=0.5 * 10.0**-digits + 1e-9)
+
+
+# ---- docs/concepts/selection.md --------------------------------------------------------------------------------------
+
+
+def test_the_table_of_what_unequal_probabilities_save():
+    # The histogram that `prepare` prints in the tutorial: pass rate, problems.
+    printed = re.findall(r"^ +(\d\.\d{3}) [ *] +(\d+)  #", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
+    rates, counts = np.array(printed, float).T
+    assert counts.sum() == 1024
+    tutorial = np.clip(rates, 1e-3, 1 - 1e-3), counts / counts.sum()
+    for entry, shown_rates, *shown in table_below("concepts/selection.md", "## What it saves on paper"):
+        section = strategy_settings(entry.strip("`"), CollectionConfig())
+        beta = [float(number) for number in re.findall(r"[\d.]+", shown_rates)]
+        found = selection_studies.savings(section, *(selection_studies.population(*beta) if beta else tutorial))
+        assert [float(cell) for cell in shown] == pytest.approx(found, abs=0.5e-2 + 1e-9)
 
 
 # ---- docs/problems.md ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from reinforce_ada_jax.types import Pool, ScoreNoise
+from reinforce_ada_jax.types import Pool, Response, ScoreNoise
 
 # Weight of an iteration in the averages after the next one: half of an average is from the last iteration.
 DECAY = 0.5
@@ -48,6 +48,11 @@ def rounds(pools: Sequence[Pool]) -> dict[str, tuple[float, float]]:
     return {"rounds": (float(sum(pool.rounds for pool in pools)), float(len(pools)))}
 
 
+def score_square(response: Response) -> float:
+    """Returns the sum over the sampled tokens of (1 - pi)^2, which stands for the squared score (`score_squares`)."""
+    return float(np.square(np.expm1(response.logprobs[response.sampled].astype(np.float64))).sum())
+
+
 def score_squares(pools: Sequence[Pool]) -> dict[str, tuple[float, float]]:
     """Returns what `Averages.score_noise` is made of.
 
@@ -63,8 +68,8 @@ def score_squares(pools: Sequence[Pool]) -> dict[str, tuple[float, float]]:
     repeated, pass_rates = [], []
     for pool in pools:
         logprobs = [response.logprobs[response.sampled].astype(np.float64) for response in pool.responses]
-        for correct, of_draw in zip(pool.correct.tolist(), logprobs, strict=True):
-            squares[correct].append(float(np.square(np.expm1(of_draw)).sum()))
+        for correct, response in zip(pool.correct.tolist(), pool.responses, strict=True):
+            squares[correct].append(score_square(response))
         probabilities = np.array([math.exp(of_draw.sum()) for of_draw in logprobs])
         repeated.append(float(probabilities[pool.correct].mean()) if pool.correct.any() else 0.0)
         pass_rates.append(float(pool.correct[: pool.round_sizes[0]].mean()))

@@ -45,7 +45,7 @@ class Ema:
             self.observe_counts(pool.prompt.id, len(pool.verdicts), int(pool.correct.sum()))
         return {}
 
-    def observe_counts(self, prompt_id: str, drawn: int, correct: int) -> None:
+    def observe_counts(self, prompt_id: str, drawn: float, correct: float) -> None:
         """Adds what one iteration drew for one prompt."""
         old_drawn, old_correct = self._counts.get(prompt_id, (0.0, 0.0))
         self._counts[prompt_id] = self._decay * old_drawn + drawn, self._decay * old_correct + correct

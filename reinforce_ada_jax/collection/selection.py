@@ -1,20 +1,27 @@
 """Selection: which prompts an iteration draws, and what each of them counts for in the update.
 
-    shuffled   every epoch is a permutation of the data; each prompt counts 1
+    shuffled       every epoch is a permutation of the data; each prompt counts 1
+    proportional   prompts are drawn with the probabilities of least noise for their cost, and divided by them
 
 A selection is an object with the four methods of `Selection`; docs/strategies.md shows how to write one outside of the
 package. How many responses are drawn for a prompt is the strategy's choice (strategies.py).
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from reinforce_ada_jax import user_code
+from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.collection.averages import score_square
+from reinforce_ada_jax.collection.estimators import Ema
+from reinforce_ada_jax.collection.inclusion import inclusion_probabilities, systematic_sample
 from reinforce_ada_jax.config import CollectionConfig
-from reinforce_ada_jax.types import Pool, Prefetch, Prompt
+from reinforce_ada_jax.types import Prefetch, Prompt
 
 # Third number of the seed of `generator`. It is not 0: numpy takes [seed, epoch, 0] for [seed, epoch].
 _STREAM = 1
@@ -53,8 +60,8 @@ class Selection(Protocol):
         """Returns `count` different prompts; randomness is that of `rng`, and the state stays as it is."""
         ...
 
-    def observe(self, pools: Sequence[Pool], /) -> Mapping[str, float]:
-        """Takes the pools of the prompts chosen last, and of the replacements used; returns metrics."""
+    def observe(self, groups: Sequence[Group], /) -> Mapping[str, float]:
+        """Takes the groups of the prompts chosen last and of the replacements used; returns metrics."""
         ...
 
     def to_json(self) -> Mapping[str, Any]:
@@ -180,9 +187,9 @@ class Shuffled:
         self._chosen = count
         return Choice(prompts, replacements=[prompt for prompt, _ in replacements], upcoming=upcoming)
 
-    def observe(self, pools: Sequence[Pool]) -> dict[str, float]:
+    def observe(self, groups: Sequence[Group]) -> dict[str, float]:
         """Advances the cursor to after the prompts chosen and the replacements used; returns no metrics."""
-        self._cursor = self._after[len(pools) - self._chosen]
+        self._cursor = self._after[len(groups) - self._chosen]
         return {}
 
     def to_json(self) -> dict[str, Any]:
@@ -192,6 +199,98 @@ class Shuffled:
     def load_json(self, saved: Mapping[str, Any]) -> None:
         """Restores the cursor."""
         self._cursor = PromptCursor(**saved)
+
+
+# ---- probabilities of least noise for their cost ---------------------------------------------------------------------
+
+# Bins of expected pass rates; prompts of one bin have the same probability.
+BINS = 10
+# Factor of all sums of the bins after every iteration.
+BIN_DECAY = 0.95
+# Prompts of the mean over all bins that are added to each bin: a bin that few were drawn from has nearly that mean.
+BIN_PRIOR = 8.0
+# Decay of a prompt's own counts at its next visit, and their prior.
+PASS_RATE = {"decay": 0.7, "prior_correct": 0.5, "prior_wrong": 0.5}
+
+
+def bins_of(pass_rates: Float[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+    """Returns the bin of each pass rate in [0, 1]."""
+    return np.minimum((pass_rates * BINS).astype(int), BINS - 1)
+
+
+class Proportional:
+    """Draws prompt x with probability pi_x, proportional to sqrt(v_x / c_x), and counts it n / (N pi_x) times.
+
+    The noise v_x = E[sum of a_i^2 |s_i|^2] and the cost c_x, in sampled tokens, are measured: they are means over the
+    prompts drawn whose expected pass rate was in the same bin. So they hold for every strategy and objective. Errors of
+    the expected pass rates make the choice worse, but not biased.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, uniform: float):
+        """Begins without a draw.
+
+        Args:
+          prompts: the data.
+          uniform: share of equal probabilities, above 0: no prompt counts more than 1 / uniform times.
+        """
+        self._prompts, self._uniform = prompts, uniform
+        self._ids = [prompt.id for prompt in prompts]
+        self._pass_rates = Ema(**PASS_RATE)
+        self._bins = np.zeros((3, BINS))  # sums of noise and of tokens, and the number of prompts
+        for prompt in prompts:  # as if it had been drawn once
+            if prompt.pass_rate is not None:
+                self._pass_rates.observe_counts(prompt.id, 1.0, prompt.pass_rate)
+
+    def probabilities(self, count: int) -> Float[np.ndarray, " N"]:
+        """Returns the inclusion probability of every prompt, in the order of the data; their sum is `count`."""
+        means = self._bins.sum(axis=1) / max(self._bins[2].sum(), 1.0)
+        noise, tokens, _ = self._bins + BIN_PRIOR * means[:, None]
+        sizes = np.sqrt(noise / np.maximum(tokens, 1.0))
+        return inclusion_probabilities(sizes[bins_of(self._pass_rates.estimate_ids(self._ids))], count, self._uniform)
+
+    def choose(self, count: int, rng: np.random.Generator) -> Choice:
+        """Returns a systematic sample of the prompts in random order."""
+        pi = self.probabilities(count)
+        sample = systematic_sample(pi, rng.permutation(len(pi)), rng.random())
+        return Choice([self._prompts[index] for index in sample], (count / (len(pi) * pi[sample])).tolist())
+
+    def observe(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Adds noise, tokens and pass rates of the groups.
+
+        Returns:
+          `selection/pass_rate`, the mean pass rate of the data, estimated without bias from the first rounds;
+          `selection/weight_max`, the largest factor of a prompt; `selection/effective_share`, (sum w)^2 / (n sum w^2)
+          of the factors: 1 where all are equal.
+        """
+        pools = [group.pool for group in groups]
+        bins = bins_of(self._pass_rates.estimate([pool.prompt for pool in pools]))  # before these draws
+        self._bins *= BIN_DECAY
+        for index, group in zip(bins, groups, strict=True):
+            tokens = sum(response.num_sampled for response in group.pool.responses)
+            self._bins[:, index] += _noise(group), tokens, 1.0
+        self._pass_rates.observe(pools)
+        weights = np.array([group.weight for group in groups])
+        first = np.array([pool.correct[: pool.round_sizes[0]].mean() for pool in pools])
+        return {
+            "selection/pass_rate": float((weights * first).mean()),
+            "selection/weight_max": float(weights.max()),
+            "selection/effective_share": float(weights.mean() ** 2 / np.square(weights).mean()),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all sums; float64 numbers come back unchanged."""
+        return {"pass_rates": self._pass_rates.to_json(), "bins": self._bins.tolist()}
+
+    def load_json(self, saved: Mapping[str, Any]) -> None:
+        """Restores the sums."""
+        self._pass_rates.load_json(saved["pass_rates"])
+        self._bins = np.array(saved["bins"])
+
+
+def _noise(group: Group) -> float:
+    """Returns the sum of a_i^2 |s_i|^2 over the rows of a group, without the prompt's factor."""
+    rows = zip(group.kept.tolist(), (group.advantages / group.weight).tolist(), strict=True)
+    return math.fsum(advantage**2 * score_square(group.pool.responses[draw]) for draw, advantage in rows)
 
 
 # ---- from a configuration --------------------------------------------------------------------------------------------
@@ -213,6 +312,13 @@ def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_b
     if config.selection == "shuffled":
         return Shuffled(prompts, seed, extra_batches=extra_batches, overlaps=bool(config.overlap_iterations))
     setting = f"collection.selection is {config.selection!r}"
+    if config.selection == "proportional":
+        if extra_batches:
+            raise ValueError(
+                f"{setting}, and the strategy {config.strategy} replaces the prompts that it drops: what is left is no "
+                "sample of the data with known probabilities. Use the selection shuffled."
+            )
+        return Proportional(prompts, uniform=config.selection_uniform)
     selection = user_code.load(config.selection, setting)(prompts, config)
     if not isinstance(selection, Selection):
         raise ValueError(f"{setting}, which made {selection!r}; it must have choose, observe, to_json and load_json.")

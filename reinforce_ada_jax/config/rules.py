@@ -258,6 +258,17 @@ def importance_has_a_cap(config: Config) -> None:
         )
 
 
+def proportional_selection_is_corrected(config: Config) -> None:
+    """selection proportional: a correction (exact or stratified), or objective maxrl."""
+    collection = config.collection
+    if collection.selection == "proportional" and correction(collection) == "none" and collection.objective != "maxrl":
+        raise ValueError(
+            "collection.selection is 'proportional' without a correction: the update is a mean over rows, and their "
+            "number depends on the prompts that are drawn. Set collection.correction to exact or stratified, or "
+            "selection to shuffled."
+        )
+
+
 def overlap_knows_its_prompts(config: Config) -> None:
     """Overlap needs a strategy that does not plan draws (estimate), shuffled prompts, and no barrier."""
     collection = config.collection
@@ -377,7 +388,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     a_judge_is_complete,
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
-    corrections_weigh_whole_responses, importance_has_a_cap,
+    corrections_weigh_whole_responses, proportional_selection_is_corrected, importance_has_a_cap,
     overlap_knows_its_prompts, drawn_ahead_is_young, devices_are_split,
     barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip

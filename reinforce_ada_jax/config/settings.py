@@ -180,9 +180,13 @@ class CollectionConfig:
         "balance", "What is drawn, when to stop, and what is kept (docs/strategies.md).", values.STRATEGY,
     )  # fmt: skip
     selection: str = setting(
-        "shuffled", "Which prompts an iteration draws (docs/strategies.md).", values.SELECTION,
-        rule="overlap_knows_its_prompts",
+        "shuffled", 'Prompts of an iteration: "shuffled" epochs; "proportional", with the probabilities of least noise '
+        'for their cost, divided by them (docs/concepts/selection.md); or "file.py:Class".', values.SELECTION,
+        rule="proportional_selection_is_corrected",
     )  # fmt: skip
+    selection_uniform: float = setting(
+        0.25, "proportional: share of equal probabilities; no prompt counts more than 1 / this.", values.SHARE
+    )
     group_size: int = setting(
         4, "n: responses of one prompt in the update; also the size of a round for grpo, dapo and ngu.",
         values.AT_LEAST_2,

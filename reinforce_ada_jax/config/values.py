@@ -33,7 +33,7 @@ DEFAULT_GRADERS = (
     "weqweasdas_olympiadbench=reference_evaluation",
     "weqweasdas_aime_hmmt_brumo_cmimc_amc23=reference_evaluation",
 )
-SELECTIONS = ("shuffled",)
+SELECTIONS = ("shuffled", "proportional")
 STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 # The projections of a layer, by their names in Hugging Face folders and in PEFT; "all-linear" is all of them.
 ALL_LINEAR = "all-linear"

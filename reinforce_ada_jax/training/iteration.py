@@ -115,10 +115,9 @@ def _begin_next(run: Run, after: RunState) -> RunState:
 
 
 def _observe(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """Lets the choice of prompts and the estimator of pass rates learn from the pools; returns their metrics."""
-    pools = [group.pool for group in groups]
-    metrics = dict(run.selection.observe(pools))
-    return metrics if run.estimator is None else metrics | run.estimator.observe(pools)
+    """Lets the choice of prompts and the estimator of pass rates learn from the groups; returns their metrics."""
+    metrics = dict(run.selection.observe(groups))
+    return metrics if run.estimator is None else metrics | run.estimator.observe([group.pool for group in groups])
 
 
 def _write_samples(run: Run, state: RunState, groups: Sequence[Group]) -> None:

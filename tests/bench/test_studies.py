@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from absl import flags
 
-from bench import learning_curves, objective_studies, studies
+from bench import learning_curves, objective_studies, selection_studies, studies
 from bench.learning_curves import Curve, average, draw_counts, population
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis.enumeration import expectations, planned_draws
 from reinforce_ada_jax.analysis.inputs import strategy_settings
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.config import CollectionConfig
 from tests.analysis.test_simulate import lines_after, result
 
@@ -340,3 +341,34 @@ def test_mistakes(capsys, arguments, parts):
     assert ended.value.code == cli.BAD_INPUT
     shown = capsys.readouterr().err
     assert all(part in shown for part in parts), shown
+
+
+# ---- selection -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["identity", "log", "power", "pass_at_k"])
+def test_noise_and_draws_of_single_draws_have_closed_forms(objective):
+    # The first success is number j with probability p (1 - p)^j, and has the coefficient c_j: v = sum c_j^2 p (1-p)^j.
+    section = strategy_settings(f"positive/1x32+{objective}+exact", CollectionConfig())
+    p, j = np.array([0.02, 0.3, 0.9]), np.arange(32)
+    noise, draws = selection_studies.noise_and_draws(section, p)
+    squares = Objective(objective, 0.5, k=8).series(32) ** 2
+    np.testing.assert_allclose(noise, p * (squares @ (1 - p) ** j[:, None]), rtol=1e-9)
+    np.testing.assert_allclose(draws, (1 - (1 - p) ** 32) / p, rtol=1e-9)
+    if objective == "log":
+        np.testing.assert_allclose(noise / draws, p, rtol=1e-9)
+
+
+def test_savings_by_hand():
+    # Two kinds of prompts, p = 1/4 and 1/2, one draw each for the objective identity: v = p, c = 1.
+    section = strategy_settings("positive/1x1+exact", CollectionConfig(selection_uniform=0.5))
+    best, visited = selection_studies.savings(section, np.array([0.25, 0.5]), np.array([0.5, 0.5]))
+    # E[sqrt(v)]^2 / E[v] = (0.5 + 0.7071)^2 / 4 / 0.375
+    assert best == pytest.approx((0.5 + 0.5**0.5) ** 2 / 4 / 0.375)
+    # Two draws give (K + 0.5) / (1.7 + 1) with K = 0, 0.7, 1, 1.7: bins 1, 4, 5 and 8.
+    states = np.array([[9, 3, 3, 1], [4, 4, 4, 4]]) / 16
+    share = states.mean(axis=0)
+    rate = states.T @ [0.25, 0.5] / 2 / share  # mean of v in each state
+    q = 0.5 + 0.5 * np.sqrt(rate) / (share @ np.sqrt(rate))
+    assert visited == pytest.approx((share * rate) @ (1 / q) / 0.375)
+    assert best < visited < 1

@@ -1,15 +1,25 @@
 """Selections of prompts: shuffled epochs in their order, and the interface for a user's own."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import selection as selection_lib
-from reinforce_ada_jax.collection.selection import Choice, PromptCursor, Shuffled, next_prompts, prompts_after
+from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.collection.selection import (
+    Choice,
+    PromptCursor,
+    Proportional,
+    Shuffled,
+    next_prompts,
+    prompts_after,
+)
 from reinforce_ada_jax.config import CollectionConfig
-from reinforce_ada_jax.types import Pool, Prompt
+from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+from tests.scripted_rng import ScriptedRng
 
 
 def make_prompts(count):
@@ -107,8 +117,8 @@ def ids(prompts):
     return [prompt.id for prompt in prompts]
 
 
-def pools(count):
-    return [Pool(prompt, (), (), 0, True) for prompt in make_prompts(count)]
+def groups(count):
+    return [Group(Pool(prompt, (), (), 0, True), np.zeros(0, int), np.zeros(0)) for prompt in make_prompts(count)]
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -116,10 +126,10 @@ def test_replacements_are_never_prompts_that_an_overlap_begins(overlap):
     config = CollectionConfig(prompts_per_iteration=4, overlap_iterations=overlap)
     prompts = make_prompts(40)
     order = ids(next_prompts(prompts, PromptCursor(seed=0), 40)[0])
-    selection = selection_lib.build(config, prompts, seed=0, extra_batches=2)
+    selection = selection_lib.build(config, prompts, 0, extra_batches=2)
     choice = selection_lib.choose(selection, 4, seed=0, iteration=1)
     assert ids(choice.prompts) == order[:4] and not choice.weights
-    selection.observe(pools(4 + 3))
+    selection.observe(groups(4 + 3))
     after = selection_lib.choose(selection, 4, seed=0, iteration=2)
     if not overlap:  # the data goes on behind what was used
         assert ids(choice.replacements) == order[4:12] and not choice.upcoming.prompts
@@ -136,7 +146,7 @@ def test_the_cursor_passes_the_replacements_that_were_used(used):
     selection = Shuffled(prompts, 3, extra_batches=1)
     selection_lib.choose(selection, 2, seed=3, iteration=1)
     assert selection.to_json() == {"seed": 3, "epoch": 0, "position": 0}, "what was chosen may not be drawn"
-    selection.observe(pools(2 + used))
+    selection.observe(groups(2 + used))
     assert selection.to_json() == {"seed": 3, "epoch": 0, "position": 2 + used}
     other = Shuffled(prompts, 3, extra_batches=1)
     other.load_json(json.loads(json.dumps(selection.to_json())))
@@ -158,7 +168,7 @@ class Scripted:
         self.drawn.append(rng.random())
         return self.choice
 
-    def observe(self, pools):
+    def observe(self, groups):
         return {}
 
     def to_json(self):
@@ -202,8 +212,8 @@ def test_a_class_in_a_file(tmp_path):
         "        self.prompts, self.size = prompts, config.group_size\n"
         "    def choose(self, count, rng):\n"
         "        return Choice(self.prompts[:count], [self.size] * count)\n"
-        "    def observe(self, pools):\n"
-        "        return {'selection/pools': len(pools)}\n"
+        "    def observe(self, groups):\n"
+        "        return {'selection/pools': len(groups)}\n"
         "    def to_json(self):\n"
         "        return {}\n"
         "    def load_json(self, saved):\n"
@@ -215,7 +225,7 @@ def test_a_class_in_a_file(tmp_path):
 
     def build(name):
         config = CollectionConfig(selection=f"{file}:{name}", prompts_per_iteration=2, group_size=5)
-        return selection_lib.build(config, make_prompts(4), seed=0)
+        return selection_lib.build(config, make_prompts(4), 0)
 
     choice = selection_lib.choose(build("First"), 2, seed=0, iteration=1)
     assert ids(choice.prompts) == ["0", "1"] and choice.weight_of() == {"0": 5, "1": 5}
@@ -226,3 +236,121 @@ def test_a_class_in_a_file(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"collection.selection is '{file}:{name}'.*{message}"):
             build(name)
+
+
+# ---- the selection of unequal probabilities --------------------------------------------------------------------------
+
+
+def group_of(prompt, verdicts, advantages=(1.0,), weight=1.0, logprob=0.0, tokens=2):
+    """A group with a response for each verdict, whose tokens have this log-probability; its first rows are kept."""
+    responses = tuple(
+        Response(prompt.id, draw, np.ones(tokens, np.int32), np.full(tokens, logprob, np.float32), False)
+        for draw in range(len(verdicts))
+    )
+    pool = Pool(prompt, responses, tuple(Verdict(right, float(right)) for right in verdicts), len(verdicts), True)
+    return Group(pool, np.arange(len(advantages)), weight * np.array(advantages), weight=weight)
+
+
+def expected_factors(selection, count, size, order):
+    """The expected factor of each prompt, divided by `count`: its weight in the mean over the iteration's prompts."""
+    pi = selection.probabilities(count)
+    cuts = np.unique(
+        np.concatenate([[0.0, 1.0], np.cumsum(pi[order]) % 1.0, np.cumsum(pi[order][pi[order] < 1]) % 1.0])
+    )
+    expected, plain = np.zeros(size), np.zeros(size)
+    for begin, end in itertools.pairwise(cuts):
+        choice = selection.choose(count, ScriptedRng(order, (begin + end) / 2))
+        for prompt, weight in zip(choice.prompts, choice.weights, strict=True):
+            expected[int(prompt.id)] += (end - begin) * weight / count
+            plain[int(prompt.id)] += (end - begin) / count
+    return expected, plain
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_the_objective_stays_the_mean_over_the_data(count):
+    prompts = [dataclasses.replace(prompt, pass_rate=int(prompt.id) / 12) for prompt in make_prompts(12)]
+    rng, selection = np.random.default_rng(1), Proportional(prompts, uniform=0.25)
+
+    def drawn(prompt, weight):
+        verdicts = (rng.random(6) < prompt.pass_rate).tolist()
+        return group_of(prompt, verdicts, [float(prompt.id)], weight, logprob=-0.5)
+
+    selection.observe([drawn(prompt, 1.0) for prompt in prompts])
+    for iteration in range(3):  # the probabilities follow from what was observed
+        choice = selection_lib.choose(selection, count, 0, iteration)
+        selection.observe([drawn(*each) for each in zip(choice.prompts, choice.weights, strict=True)])
+        for _ in range(3):
+            expected, plain = expected_factors(selection, count, 12, rng.permutation(12))
+            np.testing.assert_allclose(expected, 1 / 12, rtol=1e-9)
+            # Without the division a prompt would count as often as it is drawn.
+            assert np.abs(plain * 12 - 1).max() > 1e-2
+
+
+def test_probabilities_by_hand():
+    prompts = make_prompts(4)
+    selection = Proportional(prompts, uniform=0.25)
+    np.testing.assert_allclose(selection.probabilities(2), 0.5)  # nothing is known
+    # Nothing was known of both: they are in the bin of 1/2.
+    hard = group_of(prompts[0], [False] * 8, [1.0], weight=2.0, logprob=np.log(0.5))
+    easy = group_of(prompts[1], [True] * 8, [3.0], weight=0.5, logprob=np.log(0.5))
+    observed = selection.observe([hard, easy])
+    # First rounds of one draw: (2 * 0 + 0.5 * 1) / 2; factors 2 and 0.5: 2.5^2 / (2 * 4.25).
+    assert observed == pytest.approx(
+        {"selection/pass_rate": 0.25, "selection/weight_max": 2.0, "selection/effective_share": 6.25 / 8.5}
+    )
+    np.testing.assert_allclose(selection.probabilities(2), 0.5)  # all bins have the mean of the one
+    # Now the pass rates 0.5 / 9 and 8.5 / 9 are expected: bins 0 and 9. A token of probability 1/2 has (1 - 1/2)^2, a
+    # response of two tokens 1/2, so the noise is 1/2 * 1^2 and 1/2 * 3^2, whatever the weights are; 16 tokens each.
+    selection.observe([hard, easy])
+    # In the bin of 1/2 are 0.95 of the first two. The mean of the four: noise (0.95 * 5 + 5) / 3.9 = 2.5, 16 tokens.
+    # Bin 0: (0.5 + 8 * 2.5) / (16 * 9); bin 9: (4.5 + 8 * 2.5) / (16 * 9); unseen prompts: 2.5 / 16.
+    sizes = np.sqrt(np.array([20.5 / 9, 24.5 / 9, 2.5, 2.5]) / 16)
+    np.testing.assert_allclose(selection.probabilities(2), (0.75 * sizes / sizes.mean() + 0.25) / 2, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changed", "noise", "tokens"),
+    [
+        ({"tokens": 8}, 4, 4),  # each token has its own score
+        ({"logprob": np.log(0.9)}, 0.04, 1),  # (1 - 0.9)^2 instead of (1 - 0.5)^2
+        ({"advantages": [1.0] * 4}, 4, 1),
+        ({"verdicts": [True] * 20}, 1, 2.5),
+    ],
+)
+def test_noise_and_cost_are_measured(changed, noise, tokens):
+    # After many visits the bins of the hard and of the easy prompt have their own means.
+    prompts = [dataclasses.replace(prompt, pass_rate=float(prompt.id)) for prompt in make_prompts(2)]
+    selection = Proportional(prompts, uniform=1e-6)
+    usual = {"verdicts": [True] * 8, "logprob": np.log(0.5)}
+    for _ in range(200):
+        hard = group_of(prompts[0], **usual | {"verdicts": [False] * 8})
+        easy = group_of(prompts[1], **usual | changed)
+        selection.observe([hard] * 100 + [easy] * 100)
+    pi = selection.probabilities(1)
+    assert pi[1] / pi[0] == pytest.approx((noise / tokens) ** 0.5, rel=3e-2)
+
+
+def test_a_pass_rate_of_the_data_counts_as_one_draw():
+    rates = zip(make_prompts(3), (0.1, None, 1.0), strict=True)
+    prompts = [dataclasses.replace(prompt, pass_rate=rate) for prompt, rate in rates]
+    selection = Proportional(prompts, uniform=0.25)
+    # (0.1 + 0.5) / 2 = 0.3 and (1 + 0.5) / 2 = 0.75, as the state has them.
+    assert selection.to_json()["pass_rates"] == {"counts": {"0": [1.0, 0.1], "2": [1.0, 1.0]}}
+
+
+def test_a_resumed_selection_chooses_the_same():
+    prompts = make_prompts(6)
+    selection, resumed = (Proportional(prompts, uniform=0.25) for _ in range(2))
+    for iteration in range(3):
+        choice = selection_lib.choose(selection, 3, 0, iteration)
+        selection.observe([group_of(prompt, [True, False, iteration > 1], logprob=-0.3) for prompt in choice.prompts])
+    resumed.load_json(json.loads(json.dumps(selection.to_json())))
+    assert resumed.to_json() == selection.to_json()
+    np.testing.assert_array_equal(resumed.probabilities(3), selection.probabilities(3))
+
+
+def test_no_unequal_probabilities_where_prompts_are_replaced():
+    config = CollectionConfig(selection="proportional", prompts_per_iteration=2, strategy="mine.py:f")
+    with pytest.raises(ValueError, match="replaces the prompts that it drops.*selection shuffled"):
+        selection_lib.build(config, make_prompts(4), 0, extra_batches=1)
+    assert isinstance(selection_lib.build(config, make_prompts(4), 0), Proportional)

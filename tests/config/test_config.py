@@ -295,6 +295,18 @@ def test_no_overlap_where_the_last_verdicts_choose_the_prompts():
         config_lib.check(changed(**chosen, **{"collection.overlap_iterations": 1}))
 
 
+def test_where_prompts_can_be_drawn_with_probabilities():
+    proportional = {"collection.selection": "proportional"}
+    for settings in ({"correction": "stratified"}, {"objective": "log"}, {"strategy": "grpo", "objective": "maxrl"}):
+        config_lib.check(changed(**proportional, **{f"collection.{key}": value for key, value in settings.items()}))
+    with pytest.raises(ValueError, match="without a correction: the update is a mean over rows.* exact or stratified"):
+        config_lib.check(changed(**proportional, **{"collection.correction": "none"}))
+    with pytest.raises(ValueError, match="chooses prompts after the last"):
+        config_lib.check(
+            changed(**proportional, **{"collection.correction": "exact", "collection.overlap_iterations": 1})
+        )
+
+
 def test_responses_drawn_ahead_are_young_enough_to_be_trained_on():
     # 512 / 64 = 8 updates between the weights that draw and those that learn; default: at most 4.
     sizes = {"collection.strategy": "ngu", "learning.prompts_per_update": 64}

@@ -130,9 +130,12 @@ EXACT = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["dapo", "estimate", "ngu", "positive"])
+@pytest.mark.parametrize("strategy", ["dapo", "estimate", "ngu", "positive", "proportional"])
 def test_every_strategy_makes_the_run_of_one_process(start, tmp_path, strategy):
+    chooses = strategy == "proportional"
+    strategy = "positive" if chooses else strategy
     flags = (f"--config.collection.strategy={strategy}",)
+    flags += ("--config.collection.selection=proportional",) if chooses else ()
     flags += ("--config.estimator.kind=value",) if strategy == "estimate" else ()
     flags += EXACT if strategy == "positive" else ()
     for count in (1, 2):

@@ -60,6 +60,13 @@ RUNS = {
         "learning.entropy_coefficient": 1e-3,
     },
 }
+# Of these prompts some come again, with another probability.
+RUNS["proportional"] = RUNS["exact"] | {
+    "collection.selection": "proportional",
+    "collection.prompts_per_iteration": 64,
+    "learning.prompts_per_update": 32,
+    "learning.kl_coefficient": 0.01,
+}
 # Samples and estimates of "value" and "ngu" resume in the same way; test_updates.py has batches that grow.
 SLOW = ("ema", "positive", "dapo", "exact", "ngu without a limit")
 
@@ -120,6 +127,10 @@ def check(name, lines, record):
         # Nothing is known at first. Then draws between the first and the first correct one are rows as well.
         noise = [line["collection/score_noise_success"] for line in lines]
         assert lines[0]["collection/kept"] <= 16 < lines[1]["collection/kept"] and noise[0] == 0 < noise[1]
+    if name == "proportional":  # equal probabilities where nothing is known, and other ones later
+        assert lines[0]["selection/weight_max"] == pytest.approx(1, rel=1e-12)
+        assert lines[-1]["selection/effective_share"] < 1 - 1e-9 and lines[-1]["selection/weight_max"] <= 4
+        assert len(record["selection"]["pass_rates"]["counts"]) >= 64
     if name == "dapo":
         assert any(line["collection/replacements"] for line in lines)
     if name.startswith("ngu"):

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import corrections, strategies
-from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.objectives import Objective
+from reinforce_ada_jax.collection.selection import Proportional
 from reinforce_ada_jax.collection.strategies import PromptProgress
 from reinforce_ada_jax.training.updates import coefficient_factor, examples
 from reinforce_ada_jax.types import Pool, Prompt, Response, ScoreNoise, Verdict
 from tests.running import tiny
+from tests.scripted_rng import ScriptedRng
 
 # (correct, tokens) of each kind of response, and the probabilities of the kinds for two prompts: p = 0.25 and 0.7.
 KINDS = [(True, 1), (True, 5), (False, 1), (False, 2)]
@@ -74,7 +76,7 @@ def pools_of(strategy, name, policy):
             open_pools += [((*kinds, *more), (*sizes, size), probability * share) for more, share in of_round]
             continue
         responses = tuple(
-            Response(name, draw, np.ones(KINDS[kind][1], np.int32), np.zeros(KINDS[kind][1], np.float32), False)
+            Response(name, draw, np.ones(KINDS[kind][1], np.int32), np.full(KINDS[kind][1], -1.0, np.float32), False)
             for draw, kind in enumerate(kinds)
         )
         verdicts = tuple(Verdict(KINDS[kind][0], float(KINDS[kind][0])) for kind in kinds)
@@ -141,6 +143,41 @@ def test_a_limit_of_covered_draws_changes_no_expectation(monkeypatch, covered):
     monkeypatch.setattr(corrections, "MAX_COVERED", covered)
     config = make_config(SINGLE, OBJECTIVES["log"], **{"collection.control_variate": "noise"})
     assert error_of(config) < 1e-9
+
+
+@pytest.mark.parametrize("divided", [True, False])
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_the_expected_update_of_a_sample_is_the_mean_over_the_data(objective, divided):
+    # One of two prompts is drawn, with probabilities that follow from pools before.
+    sizes = {"collection.prompts_per_iteration": 1, "learning.prompts_per_update": 1}
+    config = make_config(PAIRS, objective, **sizes)
+    strategy = strategies.build(config.collection)
+    every = [pools_of(strategy, name, policy) for name, policy in zip("ab", POLICIES, strict=True)]
+    unsolved, solved = (
+        next(pool for _, pool, _ in found if pool.correct.mean() == rate) for rate, found in enumerate(every)
+    )
+    selection = Proportional([unsolved.prompt, solved.prompt], uniform=0.25)
+    for _ in range(2):
+        rows = Group(unsolved, np.zeros(1, int), np.array([1.0])), Group(solved, np.zeros(1, int), np.array([3.0]))
+        selection.observe(rows * 50)
+    probabilities, found = selection.probabilities(1), np.zeros((2, len(KINDS)))
+    assert 0.2 < probabilities.min() < 0.4
+    for prompt, point in enumerate((0.0, 1.0 - 1e-9)):
+        choice = selection.choose(1, ScriptedRng((0, 1), point))
+        weight = choice.weight_of()["ab"[prompt]] if divided else 1.0
+        for kinds, pool, probability in every[prompt]:
+            group = make_group(pool, strategy, prompt_weight=weight)
+            if not group.kept.size:
+                continue
+            factor = coefficient_factor(config, [group], ROUNDS)
+            tokens = sum(pool.responses[draw].num_sampled for draw in group.kept.tolist())
+            for draw, example in zip(group.kept.tolist(), examples(group, factor), strict=True):
+                score = np.eye(len(KINDS))[kinds[draw]] - POLICIES[prompt]
+                found[prompt] += probabilities[prompt] * probability * example.advantage / tokens * score
+    wanted = CONSTANT * wanted_updates(config, objective)
+    if not divided:
+        wanted *= 2 * probabilities[:, None]
+    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 def error_of(config, factor_of=coefficient_factor, coefficients=None):
