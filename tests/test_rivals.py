@@ -1,0 +1,213 @@
+"""Published methods as files of users: their rules on verdicts worked by hand, and an iteration with each."""
+
+import ast
+import itertools
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.collection.selection import choose
+from reinforce_ada_jax.collection.simulate import run_strategy
+from reinforce_ada_jax.collection.strategies import PromptProgress
+from reinforce_ada_jax.config import CollectionConfig
+from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.training.loop import Ending
+from reinforce_ada_jax.types import Pool, Prompt, Verdict
+from tests.running import ROOT, load, tiny, train
+from tests.scripted_rng import ScriptedRng
+
+RIVALS = ROOT / "examples" / "rivals"
+
+
+def prompts_of(*pass_rates):
+    return [Prompt(str(i), "", "", np.zeros(1, np.int32), pass_rate=rate) for i, rate in enumerate(pass_rates)]
+
+
+def ids(prompts):
+    return [prompt.id for prompt in prompts]
+
+
+def group_of(prompt, *rounds):
+    """The group of a prompt with these verdicts in its rounds."""
+    verdicts = tuple(Verdict(bool(right), float(right)) for each in rounds for right in each)
+    pool = Pool(prompt, (), verdicts, len(rounds), True, round_sizes=tuple(map(len, rounds)))
+    return Group(pool, np.zeros(0, int), np.zeros(0))
+
+
+def resumed(selection, prompts, config=None):
+    """Another selection with the same state, as a checkpoint has it."""
+    other = type(selection)(prompts, config or CollectionConfig())
+    other.load_json(json.loads(json.dumps(selection.to_json())))
+    assert json.dumps(other.to_json()) == json.dumps(selection.to_json())
+    return other
+
+
+def test_each_is_short_and_uses_what_users_have():
+    for file in RIVALS.glob("*.py"):
+        source = file.read_text()
+        assert len(source.splitlines()) <= 80
+        imported = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        rooms = {module.split(".")[1] for module in imported if module.startswith("reinforce_ada_jax.")}
+        assert rooms <= {"collection", "config", "types"}
+
+
+# ---- sgpo.py ---------------------------------------------------------------------------------------------------------
+
+
+def test_sgpo():
+    sgpo = load(RIVALS / "sgpo.py")
+    strategy = sgpo.sgpo(CollectionConfig(samples_per_round=8, max_rounds=4))
+    prompts = prompts_of(0.125, 0.3, 0.75, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    sizes = [strategy.next_draws(PromptProgress(prompt, 0, 0, 0)) for prompt in prompts]
+    assert sizes == [8, 4, 2, 2, 32, 32, 32, 32, 32]  # 1 / 0.3 = 3.33, 1 / 0.75 = 1.33
+    assert strategy.next_draws(PromptProgress(prompts[0], 1, 8, 0)) == 0
+
+    selection = sgpo.EasyToHard(prompts, CollectionConfig())
+    rng = np.random.default_rng(0)
+    # Without the solved one; of the five unsolved ones the first and the fifth.
+    assert ids(selection.choose(4, rng).prompts) == ["2", "1", "0", "4"]
+    selection.observe([group_of(prompt, [1]) for prompt in selection.choose(3, rng).prompts])
+    assert ids(resumed(selection, prompts).choose(3, rng).prompts) == ["4", "8", "2"]
+    with pytest.raises(ValueError, match="prompt '0' has no pass_rate"):
+        sgpo.EasyToHard(prompts_of(None), CollectionConfig())
+
+
+# ---- mopps.py --------------------------------------------------------------------------------------------------------
+
+
+def test_mopps():
+    prompts = prompts_of(None, None, None, None)
+    selection = load(RIVALS / "mopps.py").MoPPS(prompts, CollectionConfig())
+    selection.observe([group_of(prompts[0], [1] * 8), group_of(prompts[1], [1, 0] * 4)])
+    # 0.5 * 1 + 0.5 * 1 + 8 correct draws, and none wrong.
+    assert selection.to_json() == {"0": (9.0, 1.0), "1": (5.0, 5.0)}
+    selection.observe([group_of(prompts[0], [0] * 8)])
+    assert selection.to_json()["0"] == (0.5 * 9 + 0.5, 0.5 * 1 + 0.5 + 8)
+    other = resumed(selection, prompts)
+    # 5 / 14, and 1/2 for the others, in the order of the data.
+    assert ids(other.choose(3, ScriptedRng()).prompts) == ["1", "2", "3"]
+    # Thompson draws: a prompt of Beta(1, 1) is near 1/2 less often than one of Beta(400, 400).
+    other.load_json({"0": (400.0, 400.0), "1": (1.0, 400.0)})
+    first = [choose(other, 1, 0, iteration).prompts[0].id for iteration in range(200)]
+    assert first.count("0") > 150 and "1" not in first and {"2", "3"} < set(first)
+
+
+# ---- greso.py --------------------------------------------------------------------------------------------------------
+
+
+def test_greso():
+    prompts, config = prompts_of(None, None, None, None), CollectionConfig(max_extra_batches=1)
+    selection = load(RIVALS / "greso.py").GRESO(prompts, config)
+    easy, hard, mixed = (group_of(prompts[i], verdicts) for i, verdicts in enumerate(([1, 1], [0, 0], [1, 0])))
+    assert [selection.skip_probability(prompt) for prompt in prompts] == [0.0] * 4
+    # 1/3 easy and 1/3 hard are above the targets 1/12 and 1/6, so both e fall from 0.5 by 0.01.
+    assert selection.observe([easy, hard, mixed]) == pytest.approx({"selection/e_easy": 0.49, "selection/e_hard": 0.49})
+    # 1/2 easy, none hard.
+    assert selection.observe([easy, mixed]) == pytest.approx({"selection/e_easy": 0.48, "selection/e_hard": 0.5})
+    wanted = [1 - 0.48**2, 1 - 0.5, 0.0, 0.0]
+    assert [selection.skip_probability(prompt) for prompt in prompts] == pytest.approx(wanted)
+    # 0.6 skips the first prompt and not the second; skipped ones come last.
+    choice = resumed(selection, prompts, config).choose(2, ScriptedRng([0, 1, 2, 3], 0.6))
+    assert ids(choice.prompts) == ["1", "2"] and ids(choice.replacements) == ["3", "0"]
+    # Another kind of group begins another run, and a group with a signal ends it.
+    selection.observe([group_of(prompts[0], [0, 0]), group_of(prompts[1], [1, 0])])
+    e_hard = 0.49  # 1/2 hard
+    assert [selection.skip_probability(prompt) for prompt in prompts[:2]] == pytest.approx([1 - e_hard, 0.0])
+    for _ in range(20):
+        selection.observe([easy])
+    assert selection.skip_probability(prompts[0]) == 0.99
+
+
+# ---- knapsack.py -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("budget", "most"), [(12, 8), (16, 5), (20, 16)])
+def test_knapsack_has_the_largest_value_of_all_allocations(budget, most):
+    knapsack = load(RIVALS / "knapsack.py")
+    rates = np.array([0.1, 0.5, 0.9, 0.02])
+
+    def value(draws):
+        signal = 1 - rates ** np.array(draws) - (1 - rates) ** np.array(draws)
+        return float(signal @ (rates * (1 - rates) ** 2))
+
+    found = knapsack.allocate(rates, list("abcd"), budget, most)
+    every = [draws for draws in itertools.product(range(2, most + 1), repeat=4) if sum(draws) == budget]
+    assert found.sum() == budget and value(found) == pytest.approx(max(map(value, every)), rel=1e-12)
+
+
+def test_knapsack_by_hand():
+    knapsack = load(RIVALS / "knapsack.py")
+    # One more than two draws adds 0.25 * 0.125 at p = 1/2, and 0.1875 * 0.140625 = 0.0264 at p = 1/4; one more than
+    # three adds 0.125 * 0.125 = 0.0156 at 1/2.
+    assert knapsack.gain(0.5, 2) == 0.25 * 0.125 and knapsack.gain(0.25, 2) == 0.1875 * 0.140625
+    assert knapsack.allocate(np.array([0.5, 0.25]), ["a", "b"], 5, 8).tolist() == [3, 2]
+    assert knapsack.allocate(np.array([0.5, 0.25]), ["a", "b"], 6, 8).tolist() == [3, 3]
+    # More than all may have.
+    assert knapsack.allocate(np.array([0.5, 0.25]), ["a", "b"], 99, 8).tolist() == [8, 8]
+    # Equal prompts share equally, in the collection loop.
+    config = CollectionConfig(
+        strategy=f"{RIVALS}/knapsack.py:knapsack", group_size=3, samples_per_round=4, max_rounds=2
+    )
+    assert [len(pool.responses) for pool in run_strategy(config, np.zeros((2, 8)))] == [3, 3]
+
+
+# ---- pilot_commit.py -------------------------------------------------------------------------------------------------
+
+
+def test_pilot_commit():
+    module = load(RIVALS / "pilot_commit.py")
+    config = CollectionConfig(
+        strategy=f"{RIVALS}/pilot_commit.py:pilot_commit", samples_per_round=8, max_extra_batches=1
+    )
+    right = np.array([0, 1, 6, 7, 8])  # correct ones of eight pilot responses: 1/8 and 6/8 are committed
+    rewards = np.array([[1.0] * count + [0.0] * (32 - count) for count in right])
+    pools = run_strategy(config, rewards)
+    assert [len(pool.responses) for pool in pools] == [8, 32, 32, 8, 8]
+    keep = module.pilot_commit(config).keep
+    assert [len(keep(pool.correct)) for pool in pools] == [0, 32, 32, 0, 0]
+
+    prompts = prompts_of(None, None, None, None)
+    selection = module.Unsolved(prompts, config)
+    observed = selection.observe(
+        [group_of(prompts[0], [1] * 8), group_of(prompts[1], [1, 0] * 4, [1] * 24), group_of(prompts[3], [0] * 8)]
+    )
+    assert observed == {"selection/solved": 1.0}
+    choice = resumed(selection, prompts, config).choose(2, ScriptedRng([0, 3, 1, 2]))
+    assert ids(choice.prompts) == ["2", "3"] and ids(choice.replacements) == ["1", "0"]
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+TRAINED = {
+    "sgpo": {"strategy": "sgpo.py:sgpo", "selection": "sgpo.py:EasyToHard"},
+    "mopps": {"strategy": "grpo", "selection": "mopps.py:MoPPS"},
+    "greso": {"strategy": "dapo", "selection": "greso.py:GRESO"},
+    "knapsack": {"strategy": "knapsack.py:knapsack"},
+    "pilot_commit": {"strategy": "pilot_commit.py:pilot_commit", "selection": "pilot_commit.py:Unsolved"},
+}
+
+
+def test_all_are_trained():
+    assert sorted(TRAINED) == sorted(file.stem for file in RIVALS.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_an_iteration_is_trained(tmp_path: pathlib.Path, name):
+    rates = itertools.cycle((0.0, 0.25, 0.5, 1.0))
+    lines = [problem | {"pass_rate": rate} for problem, rate in zip(cipher.problems("train")[:16], rates, strict=False)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = {
+        f"collection.{key}": f"{RIVALS}/{value}" if ".py" in value else value for key, value in TRAINED[name].items()
+    }
+    changes = {
+        "iterations": 1, "data.prompts": str(tmp_path / "prompts.jsonl"), "logging.tensorboard": False,
+        "collection.samples_per_round": 4, "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
+        "evaluation.every": 0, "sampling.slots": 16,
+    }  # fmt: skip
+    assert train(tiny(**changes | files), tmp_path / "run").ending is Ending.FINISHED
+    (line,) = writers.read_metrics(tmp_path / "run")
+    assert line["collection/responses"] >= 8 and line["iteration"] == 1
