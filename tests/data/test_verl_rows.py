@@ -128,7 +128,7 @@ def test_another_system_message_is_another_prompt(tmp_path, tokenizer):
             "'system'.* is no message",
         ),
         ({"prompt": ["Hello"]}, "'Hello' in prompt is no message"),
-        ({"reward_model": None, "gt": None, "answer": None}, "line 1: no answer: none of reward_model.ground_truth"),
+        ({"reward_model": None, "gt": None, "answer": None}, "line 1: gt is null. Give the row its answer"),
     ],
 )
 def test_rows_that_are_none(tmp_path, changes, message):

@@ -177,7 +177,7 @@ def test_responses_of_earlier_weights_or_in_int8_have_a_capped_weight(cap, overl
         sampling=SamplingConfig(kv_dtype=dtypes[0], weight_dtype=dtypes[1]),
         learning=LearningConfig(truncated_is_cap=cap, clip_low=0.1),
         collection=CollectionConfig(overlap_iterations=overlap, max_staleness=staleness),
-        mesh=MeshConfig(sampler=split, learner=split),
+        mesh=MeshConfig(sampler=split),
     )
     assert loss_config(config).truncated_is_cap == expected
     assert loss_config(config).clip_low == 0.1

@@ -288,8 +288,9 @@ def test_each_row_has_its_own_adapter_of_a_bank_or_none():
     @jax.jit
     def last_hidden(params, adapter):
         model = transformer.merge(architecture, params)
-        run = functools.partial(transformer.run, model, tokens, positions, transformer.causal_attend, dtype=jnp.float32)
-        return run(adapter=adapter)[0][:, -1]
+        execution = transformer.Execution(jnp.float32)
+        attend = transformer.causal_attend
+        return transformer.run(model, tokens, positions, attend, execution=execution, adapter=adapter)[0][:, -1]
 
     rows = np.asarray(last_hidden(bank, np.array([2, -1, 0, 1])))
     alone = [
