@@ -241,6 +241,7 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
         argv[1:] = sorted(arguments, key=lambda argument: not re.match("--?config=", argument))
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
+    writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a user's folder gets no __pycache__
     try:
         arguments = flags.FLAGS(argv)
         # A file that could not be read shows when its configuration is first touched.
@@ -265,6 +266,8 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
         fail(f"--config: {text} --help lists the sections, --help=SECTION their keys.")
     except (OSError, SyntaxError, TypeError) as error:
         fail(f"--config: {str(error).splitlines()[-1].strip()}. Name a file such as configs/tiny.py.")
+    finally:
+        sys.dont_write_bytecode = writes_bytecode
     return arguments
 
 

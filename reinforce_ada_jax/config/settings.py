@@ -406,7 +406,7 @@ class LearningConfig:
     )  # fmt: skip
     ratio: str = setting(
         "token", '"sequence": one ratio for each response, the geometric mean over its tokens (GSPO); '
-        '"sequence-token": the same value, with the slope of the own ratio of each token (GSPO-token).',
+        '"sequence-token": the same value, with the slope of the ratio of each token (GSPO-token).',
         one_of(("token", "sequence", "sequence-token")),
     )  # fmt: skip
     entropy_coefficient: float = setting(

@@ -22,8 +22,7 @@ from jinja2 import exceptions, ext, nodes, sandbox, utils, visitor
 from reinforce_ada_jax.config import INSTRUCTION, SYSTEM, Config
 from reinforce_ada_jax.files import model_files
 
-# Llama's templates print a date: with today's, a run would depend on more than its seed. This is their default.
-# For templates that print a date, so that runs repeat: the one that Llama's use when none is given.
+# Of templates that print a date. With today's, a run would depend on more than its seed; Llama's have this default.
 DATE = datetime.date(2024, 7, 26)
 # Limits of a template and one rendering: the longest published template has 10,000 characters, and one iteration per
 # message.

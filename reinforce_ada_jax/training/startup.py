@@ -52,13 +52,14 @@ LoadBenchmarksFn = Callable[[Config, Components], Evaluator | None]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
-    """Checked input of a run, without weights and programs.
+    """Checked input of a run, without weights and compiled programs.
 
     Attributes:
       config: with the precision that is computed in.
       components: model, tokenizer, mesh and engine.
       selection: choice of prompts.
       strategy: stopping rule and choice of responses.
+      learner: the learner's programs, with the loss that `learning.loss` names.
       prompts: tokenised prompts of data.prompts.
       read: one line on the columns that they were read from.
       evaluator: of the benchmarks; None without benchmarks.
@@ -70,6 +71,7 @@ class Inputs:
     components: Components
     selection: Selection
     strategy: Strategy
+    learner: Learner
     prompts: list[Prompt]
     read: str
     evaluator: Evaluator | None
@@ -109,10 +111,11 @@ def read_inputs(
     selection = selection_lib.build(config.collection, prompts, config.seed, extra_batches=strategy.extra_batches)
     evaluator = load_benchmarks(config, components)
     verifiers = components_lib.verifier_pool(config, workdir, reward)
+    learner = Learner(components.architecture, config, components.mesh)
     checked = check_reward(config, verifiers, prompts[:1], "reward" if reward else None)
     return Inputs(
-        config=config, components=components, selection=selection, strategy=strategy, prompts=prompts, read=read[0],
-        evaluator=evaluator, verifiers=verifiers, reward=checked,
+        config=config, components=components, selection=selection, strategy=strategy, learner=learner, prompts=prompts,
+        read=read[0], evaluator=evaluator, verifiers=verifiers, reward=checked,
     )  # fmt: skip
 
 
@@ -154,8 +157,8 @@ def start(
         components.environments.pool.program.output = output_file(workdir, "environment")
         stack.callback(components.environments.pool.close)
 
-    # 4. The learner and the frozen weights.
-    learner = Learner(components.architecture, config, components.mesh)
+    # 4. The frozen weights.
+    learner = inputs.learner
     base, reference = frozen_weights(config, components, learner, params)
     rollouts = Rollouts(components.engine)
     estimator = components_lib.make_estimator(config, components) if strategy.estimates else None
