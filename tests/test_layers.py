@@ -217,9 +217,9 @@ def test_commands_import_jax_only_after_their_flags():
     assert {"jax", "matplotlib", "orbax"}.isdisjoint(after.split())
 
 
-def test_the_trainer_imports_within_five_seconds():
-    # Of the processor's time, which other processes hardly change: about 2.6 s where this was written.
-    modules = f"{PACKAGE}.training.loop, {PACKAGE}.evaluation.evaluator"
-    seconds = float(run_python(f"import time, {modules}; print(time.process_time())"))
-    print(f"import {modules}: {seconds:.1f} s")
-    assert seconds < 5.0
+def test_the_trainer_imports_little_beside_jax():
+    # Processor time, as a multiple of the same process's for the libraries: 1.4 times where this was written.
+    libraries, modules = "jax, flax, optax, orbax.checkpoint", f"{PACKAGE}.training.loop, {PACKAGE}.evaluation.evaluator"
+    show = "print(time.process_time())"
+    before, after = run_python(f"import time, {libraries}; {show}; import {modules}; {show}").split()
+    assert float(after) < 3.0 * float(before)

