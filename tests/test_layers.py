@@ -219,7 +219,7 @@ def test_commands_import_jax_only_after_their_flags():
 
 def test_the_trainer_imports_little_beside_jax():
     # Processor time, as a multiple of the same process's for the libraries: 1.4 times where this was written.
-    libraries, modules = "jax, flax, optax, orbax.checkpoint", f"{PACKAGE}.training.loop, {PACKAGE}.evaluation.evaluator"
-    show = "print(time.process_time())"
+    modules, show = f"{PACKAGE}.training.loop, {PACKAGE}.evaluation.evaluator", "print(time.process_time())"
+    libraries = "jax, flax, optax, orbax.checkpoint"
     before, after = run_python(f"import time, {libraries}; {show}; import {modules}; {show}").split()
     assert float(after) < 3.0 * float(before)
