@@ -15,7 +15,7 @@ from reinforce_ada_jax.analysis.inputs import Inputs
 from reinforce_ada_jax.analysis.tables import markdown, rate_panel, rate_table, write
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.objectives import Objective
-from reinforce_ada_jax.config import CollectionConfig, collection_rules
+from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.config.values import ALLOCATIONS
 from reinforce_ada_jax.reporting.panels import Panel
 
@@ -81,8 +81,7 @@ def objectives(inputs: Inputs) -> None:
     print(f"f'(p), the weight of a prompt\n{rate_table(rates, weights)}\n")
     panels = [rate_panel("objective f(p)", rates, values), rate_panel("weight f'(p)", rates, weights, "log")]
     for entry, section in inputs.sections.items():
-        budget = collection_rules.draw_budget(section)
-        title = f"{entry}: draws by allocation, {budget:g} a prompt"
+        title = f"{entry}: draws by allocation, {section.samples_per_round} a prompt"
         print(f"{title}\n{rate_table(rates, draws[entry])}\n")
         panels.append(rate_panel(title, rates, draws[entry]))
     write(inputs.output, "objectives", panels, {"pass_rates": rates, "f": values, "weight": weights, "draws": draws})

@@ -13,7 +13,7 @@ from reinforce_ada_jax.analysis.inputs import Inputs
 from reinforce_ada_jax.analysis.tables import number, rate_panel, table, write
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.inclusion import relative_probabilities
-from reinforce_ada_jax.collection.selection import BINS, PASS_RATE, bins_of
+from reinforce_ada_jax.collection.selection import BINS, PASS_RATE, UNIFORM, bins_of
 from reinforce_ada_jax.config import CollectionConfig
 
 SELECTION_STRATEGIES = ("positive/1x32+log", "positive/1x32+power", "positive/1x32+identity+exact", "grpo@8+stratified")
@@ -73,7 +73,7 @@ def savings(
     of_bin = np.zeros((BINS, 2))
     np.add.at(of_bin, bins, by_state)
     sizes = np.sqrt(of_bin[bins, 0] / of_bin[bins, 1])
-    q = relative_probabilities(sizes, probability @ shares, section.selection_uniform)
+    q = relative_probabilities(sizes, probability @ shares, UNIFORM)
     return float(best), float((1.0 / q) @ by_state[:, 0] * (q @ by_state[:, 1]) / equal)
 
 

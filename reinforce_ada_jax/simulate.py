@@ -26,10 +26,9 @@ from reinforce_ada_jax.config.paths import check_local, check_output
 
 # Settings of the `collection` section that decide what is drawn and kept; each is a flag.
 SETTINGS = (
-    "group_size", "samples_per_round", "max_rounds", "k_pos", "k_neg", "min_draws", "max_draws", "budget",
-    "retry_probability", "objective", "objective_alpha", "objective_k", "objective_epsilon", "correction",
-    "control_variate", "control_variate_constant", "baseline", "keep", "allocation", "normalize_by_std",
-    "penalize_all_wrong",
+    "group_size", "samples_per_round", "max_rounds", "k_pos", "k_neg", "max_draws", "retry_probability",
+    "objective", "objective_alpha", "objective_k", "objective_epsilon", "correction", "control_variate", "baseline",
+    "keep", "allocation", "normalize_by_std",
 )  # fmt: skip
 
 

@@ -32,9 +32,8 @@ def describe(section: CollectionConfig) -> str:
         k_pos, k_neg = collection_rules.goals(section)
         return f"{text}; rounds of {section.samples_per_round} until {k_pos} correct and {k_neg} wrong"
     if section.strategy == "estimate":
-        budget = collection_rules.draw_budget(section)
-        allocation = collection_rules.allocation(section)
-        return f"{text}; {budget:g} a prompt on average, at least {section.min_draws}, by {allocation}"
+        least, allocation = collection_rules.MIN_DRAWS, collection_rules.allocation(section)
+        return f"{text}; {section.samples_per_round} a prompt on average, at least {least}, by {allocation}"
     return text
 
 

@@ -204,23 +204,15 @@ def with_first_round(coefficients: CoefficientsFn) -> CoefficientsFn:
     return with_all
 
 
-def maxrl(*, penalize_all_wrong: bool) -> CoefficientsFn:
+def maxrl(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
     """Returns the coefficients of maximum-likelihood RL: (r_i - mean) / (p_hat N) (arXiv 2602.02710).
 
-    With N draws the signal is the sum over j < N - 1 of (1 - p)^j; with `penalize_all_wrong`, where every response of
-    an all-wrong prompt has -1 / N instead of 0, the sum over j < N.
+    With N draws the signal is the sum over j < N - 1 of (1 - p)^j.
     """
-
-    def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
-        pass_rate = pool.correct.mean()
-        if pass_rate:
-            coefficient = relative_rewards(pool) / (pass_rate * len(usable))
-        else:
-            coefficient = np.full(len(usable), -1.0 / len(usable) if penalize_all_wrong else 0.0)
-        kept = np.flatnonzero(usable)
-        return kept, coefficient[kept]
-
-    return coefficients
+    pass_rate, kept = pool.correct.mean(), np.flatnonzero(usable)
+    if not pass_rate:
+        return kept, np.zeros(len(kept))
+    return kept, (relative_rewards(pool) / (pass_rate * len(usable)))[kept]
 
 
 # ---- from a configuration --------------------------------------------------------------------------------------------
@@ -240,7 +232,7 @@ def from_settings(config: CollectionConfig, objective: Objective, max_draws: int
     if kind == "stratified":
         return _stratified(config, objective, max_draws)
     if config.objective == "maxrl":
-        return {"coefficients": maxrl(penalize_all_wrong=config.penalize_all_wrong), "max_kept": max_draws}
+        return {"coefficients": maxrl, "max_kept": max_draws}
     return {}
 
 
@@ -252,11 +244,12 @@ def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None
     """
     size = collection_rules.first_round(config)
     assert size is not None  # `correction_fits`
-    control_variate, covered = {
-        "none": (None, 0),
-        "constant": (lambda pool: [config.control_variate_constant], size),
-        "noise": (by_noise(objective), size * -(-MAX_COVERED // size)),
-    }[config.control_variate]
+    control_variate, covered = None, 0
+    if config.control_variate == "noise":
+        control_variate, covered = by_noise(objective), size * -(-MAX_COVERED // size)
+    elif config.control_variate != "none":
+        constant = float(config.control_variate)
+        control_variate, covered = (lambda pool: [constant]), size
     limit = {"group": config.group_size, "pool": None}.get(config.keep, max(size, config.group_size))
     most = [covered + number for number in (limit, collection_rules.max_correct(config)) if number is not None]
     coefficients = exact(

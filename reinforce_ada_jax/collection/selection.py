@@ -211,6 +211,8 @@ BIN_DECAY = 0.95
 BIN_PRIOR = 8.0
 # Decay of a prompt's own counts at its next visit, and their prior.
 PASS_RATE = {"decay": 0.7, "prior_correct": 0.5, "prior_wrong": 0.5}
+# Share of equal probabilities: no prompt counts more than four times.
+UNIFORM = 0.25
 
 
 def bins_of(pass_rates: Float[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
@@ -226,7 +228,7 @@ class Proportional:
     the expected pass rates make the choice worse, but not biased.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, uniform: float):
+    def __init__(self, prompts: Sequence[Prompt], *, uniform: float = UNIFORM):
         """Begins without a draw.
 
         Args:
@@ -318,7 +320,7 @@ def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_b
                 f"{setting}, and the strategy {config.strategy} replaces the prompts that it drops: what is left is no "
                 "sample of the data with known probabilities. Use the selection shuffled."
             )
-        return Proportional(prompts, uniform=config.selection_uniform)
+        return Proportional(prompts)
     selection = user_code.load(config.selection, setting)(prompts, config)
     if not isinstance(selection, Selection):
         raise ValueError(f"{setting}, which made {selection!r}; it must have choose, observe, to_json and load_json.")

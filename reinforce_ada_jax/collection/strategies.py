@@ -235,9 +235,9 @@ def estimate(config: CollectionConfig) -> Strategy:
     assert most is not None  # only ngu may have no limit
 
     def plan(estimates: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        total = round(collection_rules.draw_budget(config) * len(names))
+        total = config.samples_per_round * len(names)
         weights = np.asarray(objective.sample_weight(allocation, estimates))
-        return allocate(weights, total, config.min_draws, most, names)
+        return allocate(weights, total, collection_rules.MIN_DRAWS, most, names)
 
     return Strategy(
         next_draws=lambda progress: 0 if progress.rounds else (progress.planned or 0),
@@ -368,7 +368,7 @@ def _check_estimates(config: CollectionConfig, strategy: Strategy) -> None:
     """Raises ValueError where prompts would have no estimate in time."""
     if config.overlap_iterations and strategy.estimates:
         does = "estimates pass rates" if strategy.plan is None else "plans draws"
-        choice = ", or use the control variate constant" if config.control_variate == "noise" else ""
+        choice = ", or use a number as control variate" if config.control_variate == "noise" else ""
         raise ValueError(
             f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} {does} after "
             f"the last iteration's verdicts, so the next iteration's prompts can't start early: set it to 0{choice}."

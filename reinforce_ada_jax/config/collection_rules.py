@@ -8,6 +8,8 @@ from collections.abc import Callable
 from reinforce_ada_jax.config.settings import CollectionConfig
 from reinforce_ada_jax.config.values import check_values
 
+MIN_DRAWS = 2  # of a prompt under `estimate`: one draw has no mean to differ from
+
 
 def max_draws(collection: CollectionConfig) -> int | None:
     """Returns the most draws for one prompt under the built-in strategies; None where there is no limit."""
@@ -45,11 +47,6 @@ def max_correct(collection: CollectionConfig) -> int | None:
     before = goals(collection)[0] - 1 if collection.strategy == "positive" else 0
     size = first_round(collection)
     return None if size is None else before + size
-
-
-def draw_budget(collection: CollectionConfig) -> float:
-    """Returns the mean draws of a prompt under `estimate`."""
-    return float(collection.samples_per_round if collection.budget is None else collection.budget)
 
 
 def correction(collection: CollectionConfig) -> str:
@@ -149,7 +146,7 @@ def draws_follow_the_estimate(collection: CollectionConfig) -> None:
         raise ValueError(
             f"collection.allocation is {collection.allocation!r} with the objective {collection.objective}, whose "
             "weight is the same for every prompt: whatever is estimated, every prompt would get "
-            f"{draw_budget(collection):g} draws. Use the strategy grpo with groups of that size, the allocation "
+            f"{collection.samples_per_round} draws. Use the strategy grpo with groups of that size, the allocation "
             "variance, or the objective log or power."
         )
 
@@ -168,20 +165,13 @@ def a_round_fills_a_group(collection: CollectionConfig) -> None:
 
 
 def budget_is_within_draws(collection: CollectionConfig) -> None:
-    """estimate: min_draws <= budget <= max_draws."""
-    if collection.strategy != "estimate":
-        return
-    rounds = collection.samples_per_round * collection.max_rounds
-    most = rounds if collection.max_draws is None else collection.max_draws
-    budget, least = draw_budget(collection), collection.min_draws
-    if not least <= most:
-        raise ValueError(f"collection.min_draws is {least} and collection.max_draws {most}: lower the first.")
-    if not least <= budget <= most:
+    """estimate: samples_per_round is at least 2 and at most max_draws."""
+    mean, most = collection.samples_per_round, max_draws(collection)
+    if collection.strategy == "estimate" and most is not None and not MIN_DRAWS <= mean <= most:
         raise ValueError(
-            f"collection.budget is {budget:g} draws for a prompt, but every prompt gets at least {least} and at most "
-            f"{most}: {least * collection.prompts_per_iteration} to {most * collection.prompts_per_iteration} for "
-            f"{collection.prompts_per_iteration} prompts. Choose a budget within [{least}, {most}], or other bounds "
-            "(collection.min_draws, collection.max_draws)."
+            f"collection.samples_per_round is {mean}, the mean draws of a prompt under estimate, but every prompt gets "
+            f"at least {MIN_DRAWS} and at most {most}. Use at least {MIN_DRAWS}, and a collection.max_draws that is "
+            "not below it."
         )
 
 
@@ -229,8 +219,6 @@ def correction_fits(collection: CollectionConfig) -> None:
             "weights of its own over one fixed round. Use the strategy grpo without keep, baseline and correction, or "
             "the objective log with the correction exact, which climbs the same with adaptive rounds."
         )
-    if collection.penalize_all_wrong and objective != "maxrl":
-        raise ValueError(f"collection.penalize_all_wrong belongs to the objective maxrl; the objective is {objective}.")
     if collection.control_variate != "none" and kind != "exact":
         raise ValueError(
             f"collection.control_variate is {collection.control_variate!r} with the correction {kind}: it belongs to "

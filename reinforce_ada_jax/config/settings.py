@@ -184,14 +184,13 @@ class CollectionConfig:
         'for their cost, divided by them (docs/concepts/selection.md); or "file.py:Class".', values.SELECTION,
         rule="proportional_selection_is_corrected",
     )  # fmt: skip
-    selection_uniform: float = setting(
-        0.25, "proportional: share of equal probabilities; no prompt counts more than 1 / this.", values.SHARE
-    )
     group_size: int = setting(
         4, "n: responses of one prompt in the update; also the size of a round for grpo, dapo and ngu.",
         values.AT_LEAST_2,
     )  # fmt: skip
-    samples_per_round: int = setting(8, "M: draws of one round.", values.AT_LEAST_1, rule="a_round_fills_a_group")
+    samples_per_round: int = setting(
+        8, "M: draws of one round; estimate: mean draws of a prompt.", values.AT_LEAST_1, rule="a_round_fills_a_group"
+    )
     max_rounds: int = setting(4, "N: most rounds; a prompt gets at most M * N draws.", values.AT_LEAST_1)
     k_pos: int | None = setting(
         None, "Correct responses that end the rounds; default: 1 for positive, n // 2 for balance.",
@@ -201,12 +200,10 @@ class CollectionConfig:
         None, "Wrong responses that end the rounds; default: 0 for positive, n - n // 2 for balance.",
         rule="goals_can_be_met",
     )  # fmt: skip
-    min_draws: int = setting(2, "estimate: fewest draws of a prompt.", values.AT_LEAST_1, rule="budget_is_within_draws")
     max_draws: int | None = setting(
         None, "estimate, ngu: most draws of a prompt; default M * N; 0 for ngu: no limit.",
         rule="budget_is_within_draws",
     )  # fmt: skip
-    budget: float | None = setting(None, "estimate: mean draws of a prompt; default M.", rule="budget_is_within_draws")
     allocation: str = setting(
         "", 'estimate: draws proportional to sqrt(w) ("hybrid"), w ("sampling") or w sqrt(p (1 - p)) ("variance"); '
         'advantages pay the rest. Empty: "hybrid", with the objective identity "variance".',
@@ -253,17 +250,10 @@ class CollectionConfig:
         empty_or_one_of(values.CORRECTIONS), rule="correction_fits",
     )  # fmt: skip
     control_variate: str = setting(
-        "none", 'exact: b, subtracted from the weights of draws: "none", 0; "constant", a number, in the first round; '
-        '"noise", in the rounds up to the first correct response, from the pass rate estimated before drawing and '
-        "the noise of correct and wrong responses.",
-        one_of(("none", "constant", "noise")), rule="correction_fits",
+        "none", 'exact: b, subtracted from the weights of draws: "none", 0; a number, such as "0.03", in the first '
+        'round; "noise", in the rounds up to the first correct response, from the pass rate estimated before drawing '
+        "and the noise of correct and wrong responses.", values.CONTROL_VARIATE, rule="correction_fits",
     )  # fmt: skip
-    control_variate_constant: float = setting(0.03, 'b of the control variate "constant".', values.FINITE)
-    penalize_all_wrong: bool = setting(
-        False,
-        "maxrl: each response of a prompt without a correct one has the advantage -1 instead of 0.",
-        rule="correction_fits",
-    )
     prompts_per_iteration: int = setting(
         512, "Prompts of one iteration.", values.AT_LEAST_1, rule="iterations_are_whole_updates"
     )

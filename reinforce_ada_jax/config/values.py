@@ -81,6 +81,13 @@ def empty_or_one_of(names: Sequence[str]) -> Allowed:
     return Allowed(f"be one of {', '.join(names)}, or empty", lambda value: value in ("", *names))
 
 
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
 STRATEGY = Allowed(
     f"be one of {', '.join(STRATEGIES)}, or name a function of yours as file.py:function",
     lambda value: ":" in value or value in STRATEGIES,
@@ -92,6 +99,10 @@ LOSS = Allowed(
 SELECTION = Allowed(
     f"be one of {', '.join(SELECTIONS)}, or name a class of yours as file.py:Class",
     lambda value: ":" in value or value in SELECTIONS,
+)
+CONTROL_VARIATE = Allowed(
+    "be none, noise, or a number as text, such as '0.03'",
+    lambda value: value in ("none", "noise") or _is_number(value),
 )
 AT_LEAST_1 = Allowed("be at least 1", lambda value: value >= 1)
 AT_LEAST_2 = Allowed("be at least 2: a group of one has no baseline to differ from", lambda value: value >= 2)

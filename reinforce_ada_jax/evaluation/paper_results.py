@@ -101,9 +101,7 @@ _BY_STRATEGY: dict[str, dict[str, tuple[object, ...]]] = {
         "collection.objective": ("log",),
         "collection.keep": ("", "pool"),
         "collection.allocation": ("", "hybrid"),
-        "collection.min_draws": (2,),
         "collection.max_draws": (None, 32),
-        "collection.budget": (None, 8.0),
         "estimator.kind": ("ema",),
     },
 }

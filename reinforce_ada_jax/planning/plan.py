@@ -76,8 +76,6 @@ def statistics(
     if draws is None:
         rounds = ("balance", "positive", "estimate")  # the others draw a group at a time
         draws = collection.samples_per_round if collection.strategy in rounds else collection.group_size
-        if collection.strategy == "estimate" and collection.budget is not None:
-            draws = collection.budget
     # A strategy that keeps any number of responses pads its minibatches to the largest.
     strategy = strategies.build(collection, regularized=config.regularized)
     max_kept = max(strategy.max_kept or 0, collection.group_size)

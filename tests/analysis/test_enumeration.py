@@ -135,7 +135,7 @@ NINE = np.array([1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.95])
         ("positive", {}),
         ("positive", {"keep": "pool", "control_variate": "noise"}),
         ("balance", {"keep": "group"}),
-        ("balance", {"control_variate": "constant", "control_variate_constant": 0.2}),
+        ("balance", {"control_variate": "0.2"}),
         ("balance", {"control_variate": "noise"}),
         ("ngu", {}),
         (
@@ -201,10 +201,9 @@ def test_stratified_is_the_pools_own_signal(objective):
     np.testing.assert_allclose(group.signal, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("penalize", [False, True])
-def test_maxrl_is_the_series_of_its_round(penalize):
-    found = expectations(config("grpo", group_size=6, objective="maxrl", penalize_all_wrong=penalize), NINE)
-    np.testing.assert_allclose(found.signal, (1 - (1 - NINE) ** (5 + penalize)) / NINE, rtol=1e-9)
+def test_maxrl_is_the_series_of_its_round():
+    found = expectations(config("grpo", group_size=6, objective="maxrl"), NINE)
+    np.testing.assert_allclose(found.signal, (1 - (1 - NINE) ** 5) / NINE, rtol=1e-9)
 
 
 SINGLE_LOG = {"samples_per_round": 1, "max_rounds": 16, "objective": "log"}
@@ -305,8 +304,7 @@ SMALL = {
         "samples_per_round": 3,
         "max_rounds": 3,
         "objective": "log",
-        "control_variate": "constant",
-        "control_variate_constant": 0.2,
+        "control_variate": "0.2",
     },
     "balance_exact": {
         "group_size": 4,
@@ -314,7 +312,7 @@ SMALL = {
         "max_rounds": 2,
         "objective": "log",
         "keep": "group",
-        "control_variate": "constant",
+        "control_variate": "0.03",
     },
     "ngu_exact": {"group_size": 3, "max_draws": 9, "retry_probability": 1.0, "objective": "log"},
     "balance_stratified": {
@@ -331,8 +329,8 @@ SMALL = {
         "objective": "log",
         "correction": "stratified",
     },
-    "grpo_maxrl": {"group_size": 5, "objective": "maxrl", "penalize_all_wrong": True},
-    "estimate": {"budget": 7.0, "max_draws": 9, "objective": "log"},
+    "grpo_maxrl": {"group_size": 5, "objective": "maxrl"},
+    "estimate": {"samples_per_round": 7, "max_draws": 9, "objective": "log"},
     "dapo": {"group_size": 4, "normalize_by_std": True},
     "ngu": {"group_size": 3, "max_draws": 9, "retry_probability": 1.0},
 }
@@ -434,7 +432,7 @@ def test_retries_by_chance_through_the_loop(p):
 
 def test_a_plan_shares_the_budget_among_the_prompts_given():
     # sqrt(1 / p) of 0.04, 0.16, 0.64 is 5, 2.5, 1.25; 21 draws in these proportions are 12, 6, 3.
-    settings = config("estimate", budget=7.0, objective="log", objective_epsilon=1e-9, allocation="hybrid")
+    settings = config("estimate", samples_per_round=7, objective="log", objective_epsilon=1e-9, allocation="hybrid")
     found = expectations(settings, [0.64, 0.04, 0.16])
     np.testing.assert_array_equal(found.draws, [3, 12, 6])
     np.testing.assert_array_equal(found.draws_std, 0)

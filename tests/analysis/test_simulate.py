@@ -99,7 +99,7 @@ def test_strategies_side_by_side_with_files(tmp_path, capsys):
 
 def test_estimate_shares_one_budget(tmp_path):
     folder = tmp_path / "out"
-    flag = ("--strategy=estimate", "--objective=log", "--objective_epsilon=1e-9", "--budget=7")
+    flag = ("--strategy=estimate", "--objective=log", "--objective_epsilon=1e-9", "--samples_per_round=7")
     run(*flag, "--pass_rates=0.04,0.16,0.64", f"--output={folder}")
     # 1 / sqrt(p) is 5, 2.5, 1.25.
     assert result(folder)["exact"]["estimate"]["draws"] == [12, 6, 3]
@@ -216,7 +216,7 @@ def refused(capsys, arguments, parts) -> None:
         (["--pass_rates=0.1:0.9:1"], ["at least 2 points"]),
         (["--pass_rates=0.1,1.1"], ["[0, 1]", "1.1"]),
         (["--pass_rates=many"], ["'many'", "LOW:HIGH:COUNT"]),
-        (["--strategy=estimate", "--budget=40"], ["budget is 40", "at most 32"]),
+        (["--strategy=estimate", "--max_draws=6"], ["samples_per_round is 8", "at most 6"]),
         (["--strategy=ngu", "--max_draws=0", "--retry_probability=1"], ["retried forever", "set a limit"]),
         (["--objective=log", "--objective_epsilon=0"], ["objective_epsilon is 0", "above 0"]),
         (["--objective=power", "--objective_alpha=0"], ["objective_alpha is 0", "above 0"]),

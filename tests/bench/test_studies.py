@@ -44,7 +44,7 @@ def test_zero_variance():
 
 def test_draws_that_pay_everything_leave_only_the_baseline_s_bias():
     # 1 / p is 2 and 4, so 24 draws are 8 and 16, and advantages pay nothing. The pool's mean takes 1 / N of it.
-    settings = config("estimate", allocation="sampling", budget=12.0)
+    settings = config("estimate", allocation="sampling", samples_per_round=12)
     bias, noise = studies.epsilon_effect(settings, np.array([0.5, 0.25]), 0.0)
     np.testing.assert_allclose(bias, [7 / 8, 15 / 16], rtol=1e-9)
     fixed = [expectations(config("grpo", group_size=n), [p]).variance[0] for n, p in ((8, 0.5), (16, 0.25))]
@@ -239,7 +239,7 @@ def test_epsilon(tmp_path, capsys):
 
 def test_objectives_and_their_allocations(tmp_path, capsys):
     folder = tmp_path / "out"
-    flag = ("--objective_epsilon=1e-9", "--budget=7", "--pass_rates=0.04,0.16,0.64", "--objective_k=2")
+    flag = ("--objective_epsilon=1e-9", "--samples_per_round=7", "--pass_rates=0.04,0.16,0.64", "--objective_k=2")
     run("--study=objectives", "--strategy=estimate+log", *flag, f"--output={folder}")
     found = result(folder, "objectives")
     p = np.array(found["pass_rates"])
@@ -361,7 +361,7 @@ def test_noise_and_draws_of_single_draws_have_closed_forms(objective):
 
 def test_savings_by_hand():
     # Two kinds of prompts, p = 1/4 and 1/2, one draw each for the objective identity: v = p, c = 1.
-    section = strategy_settings("positive/1x1+exact", CollectionConfig(selection_uniform=0.5))
+    section = strategy_settings("positive/1x1+exact", CollectionConfig())
     best, visited = selection_studies.savings(section, np.array([0.25, 0.5]), np.array([0.5, 0.5]))
     # E[sqrt(v)]^2 / E[v] = (0.5 + 0.7071)^2 / 4 / 0.375
     assert best == pytest.approx((0.5 + 0.5**0.5) ** 2 / 4 / 0.375)
@@ -369,6 +369,6 @@ def test_savings_by_hand():
     states = np.array([[9, 3, 3, 1], [4, 4, 4, 4]]) / 16
     share = states.mean(axis=0)
     rate = states.T @ [0.25, 0.5] / 2 / share  # mean of v in each state
-    q = 0.5 + 0.5 * np.sqrt(rate) / (share @ np.sqrt(rate))
+    q = 0.25 + 0.75 * np.sqrt(rate) / (share @ np.sqrt(rate))
     assert visited == pytest.approx((share * rate) @ (1 / q) / 0.375)
     assert best < visited < 1

@@ -269,7 +269,7 @@ def expected_factors(selection, count, size, order):
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_the_objective_stays_the_mean_over_the_data(count):
     prompts = [dataclasses.replace(prompt, pass_rate=int(prompt.id) / 12) for prompt in make_prompts(12)]
-    rng, selection = np.random.default_rng(1), Proportional(prompts, uniform=0.25)
+    rng, selection = np.random.default_rng(1), Proportional(prompts)
 
     def drawn(prompt, weight):
         verdicts = (rng.random(6) < prompt.pass_rate).tolist()
@@ -288,7 +288,7 @@ def test_the_objective_stays_the_mean_over_the_data(count):
 
 def test_probabilities_by_hand():
     prompts = make_prompts(4)
-    selection = Proportional(prompts, uniform=0.25)
+    selection = Proportional(prompts)
     np.testing.assert_allclose(selection.probabilities(2), 0.5)  # nothing is known
     # Nothing was known of both: they are in the bin of 1/2.
     hard = group_of(prompts[0], [False] * 8, [1.0], weight=2.0, logprob=np.log(0.5))
@@ -333,14 +333,14 @@ def test_noise_and_cost_are_measured(changed, noise, tokens):
 def test_a_pass_rate_of_the_data_counts_as_one_draw():
     rates = zip(make_prompts(3), (0.1, None, 1.0), strict=True)
     prompts = [dataclasses.replace(prompt, pass_rate=rate) for prompt, rate in rates]
-    selection = Proportional(prompts, uniform=0.25)
+    selection = Proportional(prompts)
     # (0.1 + 0.5) / 2 = 0.3 and (1 + 0.5) / 2 = 0.75, as the state has them.
     assert selection.to_json()["pass_rates"] == {"counts": {"0": [1.0, 0.1], "2": [1.0, 1.0]}}
 
 
 def test_a_resumed_selection_chooses_the_same():
     prompts = make_prompts(6)
-    selection, resumed = (Proportional(prompts, uniform=0.25) for _ in range(2))
+    selection, resumed = (Proportional(prompts) for _ in range(2))
     for iteration in range(3):
         choice = selection_lib.choose(selection, 3, 0, iteration)
         selection.observe([group_of(prompt, [True, False, iteration > 1], logprob=-0.3) for prompt in choice.prompts])

@@ -62,7 +62,10 @@ def draw(section, bits: dict[str, str], replacements: int = 0, estimates=None, *
 QUARTERS = {"group_size": 4, "samples_per_round": 4, "max_rounds": 2}
 # All of w is paid by draws, so advantages have the factor 1.
 ESTIMATE = config("estimate", **QUARTERS, objective="log", allocation="sampling")
-SIX, RETRY = config(**vars(ESTIMATE), budget=6.0), config("ngu", **QUARTERS, retry_probability=1.0)
+SIX, RETRY = (
+    config(**vars(ESTIMATE) | {"samples_per_round": 6, "max_draws": 8}),
+    config("ngu", **QUARTERS, retry_probability=1.0),
+)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,7 @@ def test_keeping_the_pool_or_a_group_of_it():
 
     # The draws of `estimate` pay a part of each prompt's weight, which a group of one size would lose.
     with pytest.raises(ValueError, match="keep is 'group' with the strategy estimate"):
-        strategies.build(config(**vars(ESTIMATE), keep="group", budget=8.0, min_draws=4))
+        strategies.build(config(**vars(ESTIMATE), keep="group"))
 
 
 @pytest.mark.parametrize("name", ["dapo", "ngu"])
@@ -243,8 +246,11 @@ ESTIMATES = {"p0": 0.24, "p1": 0.03, "p2": 0.99}
         ({"objective": "log", "allocation": "variance"}, [6, 16, 2]),
         # (p + eps)^(-1/4): 1.4142 : 2.2361 : 1, so 7.299, 11.540 and 5.161.
         ({"objective": "power"}, [7, 12, 5]),
-        ({"objective": "log", "min_draws": 4, "max_draws": 12}, [8, 12, 4]),  # 5 * 3 over the bound; 12 left at 2 : 1
-        ({"objective": "log", "budget": 4.0}, [3, 7, 2]),  # 12 in all: 3, 7.5, 1.5; at its bound of 2: 10 * 2/7 = 2.86
+        ({"objective": "log", "max_draws": 12}, [8, 12, 4]),  # 5 * 3 over the bound; 12 left at 2 : 1
+        (
+            {"objective": "log", "samples_per_round": 4},
+            [3, 7, 2],
+        ),  # 12 in all: 3, 7.5, 1.5; at its bound of 2: 10 * 2/7 = 2.86
     ],
 )
 def test_draws_fixed_beforehand(settings, draws):
@@ -618,5 +624,5 @@ def test_estimates_of_a_strategy_of_ones_own_are_there_in_time(tmp_path, fields,
 
 def test_estimates_of_a_control_variate_are_there_in_time():
     settings = {"objective": "log", "control_variate": "noise", "overlap_iterations": 1}
-    with pytest.raises(ValueError, match="balance estimates pass rates after .* or use the control variate constant"):
+    with pytest.raises(ValueError, match="balance estimates pass rates after .* or use a number as control variate"):
         strategies.build(config("balance", group_size=4, **settings))

@@ -106,7 +106,7 @@ def test_a_value_out_of_range_is_named_with_what_it_must_be(key, value, message)
 
 def test_every_number_has_a_range():
     elsewhere = {
-        "collection.k_pos", "collection.k_neg", "collection.max_draws", "collection.budget",
+        "collection.k_pos", "collection.k_neg", "collection.max_draws",
     }  # fmt: skip
     numbers = {
         key for key, field in config_lib.settings()
@@ -176,8 +176,8 @@ COLLECTION_MISTAKES = [
     ({"objective": "pass_at_k", "objective_k": 33}, "objective_k is 33, but a prompt gets at most 32 draws"),
     ({"strategy": "ngu", "objective": "log", "retry_probability": 0.0}, "which divides by it"),
     ({"objective": "maxrl"}, "'maxrl' with the strategy balance.*the objective log with the correction exact"),
-    ({"penalize_all_wrong": True}, "belongs to the objective maxrl"),
-    ({"control_variate": "constant"}, "it belongs to the correction exact"),
+    ({"control_variate": "0.03"}, "it belongs to the correction exact"),
+    *[({"control_variate": text}, f"is '{text}'; it must be none, noise, or a number") for text in ("constant", "nan")],
     (
         {"strategy": "best"},
         "'best'; it must be one of grpo, positive, balance, .*, or name a function",
@@ -200,11 +200,9 @@ COLLECTION_MISTAKES = [
         {"group_size": 16},
         "group_size is 16, collection.samples_per_round is 8: balance may stop .*Lower group_size, raise",
     ),
-    ({"strategy": "estimate", "budget": 1.5}, r"budget is 1.5 .* 1024 to 16384 for 512 prompts.*within \[2, 32\]"),
-    ({"strategy": "estimate", "budget": 33.0}, "budget is 33 draws for a prompt.*at least 2 and at most 32"),
-    ({"strategy": "estimate", "max_draws": 6}, "budget is 8 draws for a prompt.*at most 6"),
-    ({"strategy": "estimate", "min_draws": 33}, "min_draws is 33 and collection.max_draws 32: lower the first"),
-    # w is 1 (or alpha) for every prompt: the budget of 8 is a fixed number of draws, and not what was asked for.
+    ({"strategy": "estimate", "samples_per_round": 1}, "samples_per_round is 1, .* at least 2 and at most 4. Use at"),
+    ({"strategy": "estimate", "max_draws": 6}, "samples_per_round is 8, the mean draws of a prompt .* at most 6"),
+    # w is 1 (or alpha) for every prompt: the mean of 8 is a fixed number of draws, and not what was asked for.
     *[
         ({"strategy": "estimate", "allocation": allocation} | objective, "every prompt would get 8 draws.*Use .* grpo")
         for allocation in ("hybrid", "sampling")
@@ -215,7 +213,7 @@ COLLECTION_MISTAKES = [
         ({"strategy": strategy, "unmet": "replace"}, f"unmet is 'replace' with the strategy {strategy}, but only pos")
         for strategy in ("grpo", "estimate", "dapo", "ngu")
     ],
-    ({"strategy": "estimate", "keep": "group", "min_draws": 4}, "keep is 'group' with the strategy estimate, which"),
+    ({"strategy": "estimate", "keep": "group"}, "keep is 'group' with the strategy estimate, which"),
     *[
         (
             {"strategy": strategy, "objective": "log", "objective_epsilon": 0.0},
@@ -262,9 +260,9 @@ def test_collection_settings_that_cannot_be_meant(settings, message):
         {"k_pos": 20, "k_neg": 12},
         {"k_pos": 0, "k_neg": 1},
         {"group_size": 8, "keep": "pool"},
-        {"strategy": "estimate", "budget": 2.0},
-        {"strategy": "estimate", "budget": 32.0},
-        {"strategy": "estimate", "keep": "pool", "min_draws": 4},
+        {"strategy": "estimate", "samples_per_round": 2},
+        {"strategy": "estimate", "samples_per_round": 32, "max_rounds": 1},
+        {"strategy": "estimate", "keep": "pool"},
         {"strategy": "estimate", "objective": "power", "allocation": "hybrid"},
         {"strategy": "estimate", "allocation": "variance"},
         {"strategy": "positive", "unmet": "drop"},

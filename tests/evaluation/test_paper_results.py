@@ -68,7 +68,7 @@ def test_a_published_run_has_its_row(name, changes, row, math500):
         ({"reward.kind": "math"}, "reward.kind is 'math', the paper's 'reference'"),
         ({"lora.rank": 32}, "lora.rank is 32, the paper's 0"),
         (EASY | ESTIMATE | {"estimator.kind": "value"}, "estimator.kind is 'value', the paper's 'ema'"),
-        (EASY | ESTIMATE | {"collection.budget": 4.0}, "collection.budget is 4.0, the paper's 8.0"),
+        (EASY | ESTIMATE | {"collection.max_draws": 16}, "collection.max_draws is 16, the paper's 32"),
         (EASY | ESTIMATE | {"collection.objective": "power"}, "collection.objective is 'power', the paper's 'log'"),
     ],
 )

@@ -180,7 +180,6 @@ def test_a_prompt_has_at_least_its_first_round():
     for strategy, draws in (("grpo", 4), ("balance", 8), ("estimate", 8)):
         changes = {"collection.strategy": strategy, "collection.group_size": 4, "collection.samples_per_round": 8}
         assert plan.statistics(tiny(**changes)).draws == draws
-    assert plan.statistics(tiny(**changes, **{"collection.budget": 6.0})).draws == 6.0
     assert plan.statistics(tiny(**changes), draws=3.0).draws == 3.0
     # Minibatches are padded to the 32 draws that estimate may keep.
     assert plan.statistics(tiny(**changes)).filled == 8 / 32
