@@ -125,6 +125,15 @@ def parents() -> set[int]:
     return {process.pid for process, _ in _PARENTS.values()}
 
 
+def children() -> list[str]:
+    """Returns the process ids of this process's other children, zombies included.
+
+    A process is a child of the thread that started it.
+    """
+    found = [child for path in pathlib.Path("/proc/self/task").glob("*/children") for child in path.read_text().split()]
+    return sorted(child for child in found if int(child) not in parents())
+
+
 def close() -> None:
     """Ends the processes that fork."""
     while _PARENTS:

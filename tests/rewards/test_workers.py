@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
-from tests import forked
+from tests.forked import children
 from tests.rewards import graders
 
 RIGHT, WRONG = Verdict(True, 1.0), Verdict(False, 0.0)
@@ -28,15 +27,6 @@ RIGHT, WRONG = Verdict(True, 1.0), Verdict(False, 0.0)
 
 def failed(reason):
     return Verdict(False, 0.0, reason)
-
-
-def children():
-    """Process ids of this process's children, zombies included; without the one that forks commands for tests.
-
-    A worker is a child of the thread that started it.
-    """
-    found = [child for path in pathlib.Path("/proc/self/task").glob("*/children") for child in path.read_text().split()]
-    return sorted(child for child in found if int(child) not in forked.parents())
 
 
 def is_running(pid):
