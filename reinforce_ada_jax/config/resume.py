@@ -14,8 +14,7 @@ from reinforce_ada_jax.files import buckets
 # A resume may change these; any other difference is another run.
 RESUMABLE = (
     *("iterations", "checkpoint", "evaluation", "logging", "sft.validation"),
-    *("sampling.check_invariants", "learning.max_skipped", "reward.max_failed"),
-    *("judge.url", "judge.key_variable"),
+    *("sampling.check_invariants", "learning.max_skipped", "reward.max_failed", "judge.url"),
 )
 # What an evaluation of a run must have in common with it. `evaluation` and everything that only changes speed is free.
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction")

@@ -138,7 +138,7 @@ def a_judge_is_complete(config: Config) -> None:
     if address.scheme not in ("http", "https") or not address.hostname or address.username or address.query:
         raise ValueError(
             "judge.url must be http(s)://HOST[:PORT]/v1, without a user and a query: it is written to the work "
-            "directory. The API key belongs in the environment variable that judge.key_variable names."
+            "directory. The API key belongs in the environment variable OPENAI_API_KEY."
         )
     if not judge.model:
         raise ValueError("judge.model is empty: name the model of the endpoint, --config.judge.model=NAME.")

@@ -105,12 +105,9 @@ class RewardConfig:
         0.7, "A reward above it counts as correct, for stopping rules and pass rates.", values.FINITE
     )
     overlong_tokens: int = setting(
-        0, "Tokens before the length limit in which the length of a correct response has a penalty; 0: none.",
+        0, "Tokens before the length limit in which a correct response has a penalty, relative to the other correct "
+        "ones of its prompt; it grows linearly to 1 at the limit. 0: none.",
         values.NOT_NEGATIVE, rule="penalty_fits_the_response",
-    )  # fmt: skip
-    overlong_penalty: float = setting(
-        1.0, "Penalty of a correct response at the length limit, relative to the other correct ones of its prompt; it "
-        "grows linearly over overlong_tokens.", values.NOT_NEGATIVE_FINITE,
     )  # fmt: skip
 
 
@@ -135,7 +132,10 @@ class CodeConfig:
 class JudgeConfig:
     """The reward judge: a model behind an OpenAI-compatible endpoint gives scores (docs/how_to/judge.md)."""
 
-    url: str = setting("", "Endpoint, such as http://localhost:8000/v1.", rule="a_judge_is_complete")
+    url: str = setting(
+        "", "Endpoint, such as http://localhost:8000/v1; its API key is in the environment variable OPENAI_API_KEY.",
+        rule="a_judge_is_complete",
+    )  # fmt: skip
     model: str = setting("", "Name of the model there.", rule="a_judge_is_complete")
     template: str = setting(
         "", "File with the jinja2 template of the request, or its text, with {{ problem }}, {{ response }}, "
@@ -152,7 +152,6 @@ class JudgeConfig:
         '{"temperature": 0, "max_tokens": 512}', "Further fields of the request, as a JSON object.",
         rule="a_judge_is_complete",
     )  # fmt: skip
-    key_variable: str = setting("OPENAI_API_KEY", "Environment variable with the API key; it may be unset.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -379,10 +378,6 @@ class LearningConfig:
     b2: float = setting(0.999, "AdamW: decay of the second moment.", values.BELOW_1)
     epsilon: float = setting(1e-8, "AdamW: epsilon.", values.POSITIVE)
     weight_decay: float = setting(0.0, "AdamW: weight decay.", values.NOT_NEGATIVE_FINITE)
-    first_moment_dtype: str = setting(
-        "auto", 'Precision of the first moment; auto: that of the weights; "bfloat16" saves a sixth of the state.',
-        one_of(("auto", *values.DTYPES)),
-    )  # fmt: skip
     clip_norm: float = setting(1.0, "Largest global norm of the gradient.", values.POSITIVE)
     loss: str = setting(
         "ppo", 'The loss of a token: "ppo" clips the ratio, "cispo" clips it as a constant weight, "sapo" gates it '
@@ -414,11 +409,9 @@ class LearningConfig:
     )  # fmt: skip
     importance: str = setting(
         "token", 'With a cap: "token", each token has its own weight, at most the cap; "sequence", a response has the '
-        'product of its weights, at most the cap; "mask", a weight below importance_floor or above the cap counts as '
-        "0 (IcePop).",
+        'product of its weights, at most the cap; "mask", a weight below 0.5 or above the cap counts as 0 (IcePop).',
         one_of(("token", "sequence", "mask")), rule="importance_has_a_cap",
     )  # fmt: skip
-    importance_floor: float = setting(0.5, 'With importance "mask": the least weight that counts.', values.SHARE)
     max_skipped: int = setting(
         0, "Most updates in a row that are skipped because a loss, gradient or log-probability is not finite; one more "
         "stops the run.", values.NOT_NEGATIVE,

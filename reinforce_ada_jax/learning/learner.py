@@ -125,7 +125,7 @@ class Learner:
         self.platform = platform_lib.of_mesh(mesh, config.learning, architecture, dtype)
         self._loss_config = loss_config(config)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
-        self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype, decay_updates)
+        self._optimizer = make_optimizer(config.learning, decay_updates)
         self._temperature = config.sampling.temperature
         self._logprobs = functools.partial(
             response_logprobs,

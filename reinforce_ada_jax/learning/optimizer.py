@@ -69,9 +69,7 @@ def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.Gr
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def adamw(
-    settings: LearningConfig | AdamParams, learning_rate: Any, clip_norm: Any, first_moment_dtype: str | None = None
-) -> optax.GradientTransformation:
+def adamw(settings: LearningConfig | AdamParams, learning_rate: Any, clip_norm: Any) -> optax.GradientTransformation:
     """AdamW on gradients whose global norm is bounded; of the settings it has betas, epsilon and weight decay.
 
     Numbers may be arrays of a program: the state has the same structure for all of them.
@@ -80,19 +78,13 @@ def adamw(
         optax.clip_by_global_norm(clip_norm),
         optax.adamw(
             learning_rate, b1=settings.b1, b2=settings.b2, eps=settings.epsilon, weight_decay=settings.weight_decay,
-            mu_dtype=first_moment_dtype,
         ),
     ))  # fmt: skip
 
 
-def make_optimizer(
-    learning: LearningConfig, first_moment_dtype: str | None = None, decay_updates: int = 0
-) -> optax.GradientTransformation:
-    """The optimiser that the `learning` section describes; `first_moment_dtype` None: that of the weights.
-
-    `decay_updates` is that of `make_schedule`.
-    """
-    return adamw(learning, make_schedule(learning, decay_updates), learning.clip_norm, first_moment_dtype)
+def make_optimizer(learning: LearningConfig, decay_updates: int = 0) -> optax.GradientTransformation:
+    """The optimiser that the `learning` section describes; `decay_updates` is that of `make_schedule`."""
+    return adamw(learning, make_schedule(learning, decay_updates), learning.clip_norm)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh):

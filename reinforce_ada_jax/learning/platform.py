@@ -53,7 +53,6 @@ class Platform:
       refusal: why the attention of a GPU is not "cudnn".
       max_segments: most sequences of a row.
       remat: what the backward pass computes again, a name of `transformer.REMAT`.
-      first_moment_dtype: of the optimiser; None: that of the weights.
       interpret: run TPU kernels without a TPU.
     """
 
@@ -63,7 +62,6 @@ class Platform:
     refusal: str
     max_segments: int
     remat: str
-    first_moment_dtype: str | None
     interpret: bool
 
     def describe(self) -> str:
@@ -141,7 +139,6 @@ def resolve(
     def chosen(value: str, auto: str) -> str:
         return auto if value == "auto" else value
 
-    first_moment_dtype = learning.first_moment_dtype
     return Platform(
         head_backend="pallas_tpu" if on_tpu else "scan",
         head_tile=head_tile(name, hidden_size, dtype),
@@ -149,7 +146,6 @@ def resolve(
         refusal=refusal if name == "gpu" and learning.attention == "auto" else "",
         max_segments=learning.responses_per_row,
         remat=chosen(learning.remat, "dots" if on_cpu else "full"),
-        first_moment_dtype=None if first_moment_dtype == "auto" else first_moment_dtype,
         interpret=not on_tpu,
     )
 

@@ -23,6 +23,8 @@ SegmentOneHot = Bool[Array | np.ndarray, "B T S"]
 MAX_LOG_RATIO = 20.0
 # SAPO's temperatures at A > 0 and at A <= 0 (arXiv 2511.20347).
 SAPO_TEMPERATURES = (1.0, 1.05)
+# Least importance weight that "mask" lets through, as in IcePop's runs (arXiv 2510.18855).
+LEAST_WEIGHT = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,6 @@ class LossConfig:
         narrower by orders of magnitude (GSPO's runs: 3e-4 and 4e-4).
       truncated_is_cap: cap of the importance weight between sampler and learner, > 0; None: no such weight.
       importance: "token", "sequence" or "mask": as for `importance_weights`.
-      importance_floor: with "mask", the least weight that is not masked.
       kl_kind: as for `loss.kl_estimate`.
       kl_coefficient: weight of the KL term.
       entropy_coefficient: weight of the entropy bonus.
@@ -55,7 +56,6 @@ class LossConfig:
     ratio: str = "token"
     truncated_is_cap: float | None = None
     importance: str = "token"
-    importance_floor: float = 0.5
     kl_kind: str = "k3"
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
@@ -209,7 +209,7 @@ def importance_weights(
 
     token      min(w, cap)
     sequence   min(product of w over the response, cap), for all its tokens
-    mask       w where importance_floor <= w <= cap, otherwise 0
+    mask       w where LEAST_WEIGHT <= w <= cap, otherwise 0
 
     Source: by token https://fengyao.notion.site/off-policy-rl; by sequence https://richardli.xyz/rl-collapse; the mask
     is that of IcePop (arXiv 2510.18855), with 0.5 and 5.
@@ -230,7 +230,7 @@ def importance_weights(
         log_weights = jnp.clip(segment_sums(log_weights, segment_one_hot), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     weights = jnp.exp(log_weights)
     if config.importance == "mask":
-        return jnp.where((weights >= config.importance_floor) & (weights <= cap), weights, 0.0)
+        return jnp.where((weights >= LEAST_WEIGHT) & (weights <= cap), weights, 0.0)
     return jnp.minimum(weights, cap)
 
 

@@ -121,9 +121,9 @@ class _Answers:
 class _Endpoint:
     """Chat completions behind an address."""
 
-    def __init__(self, url: str, key_variable: str):
+    def __init__(self, url: str):
         self.url = f"{url.rstrip('/')}/chat/completions"
-        self._key = os.environ.get(key_variable, "") if key_variable else ""
+        self._key = os.environ.get("OPENAI_API_KEY", "")
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx.Client(headers=headers, follow_redirects=False)  # a redirect could take the key elsewhere
 
@@ -213,7 +213,7 @@ class Judge:
     ):
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         self._template = environment.from_string(settings["template"] or TEMPLATE)
-        self._endpoint, self._answers = _Endpoint(settings["url"], settings["key_variable"]), _Answers(cache)
+        self._endpoint, self._answers = _Endpoint(settings["url"]), _Answers(cache)
         self._request = {"model": settings["model"], **json.loads(settings["parameters"])}
         self._score, self._time_limit_s = settings["score"], time_limit_s
         self._lowest, self._highest = settings["range"]

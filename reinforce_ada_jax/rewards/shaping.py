@@ -29,21 +29,19 @@ class Shaping:
 
     Attributes:
       positive_threshold: a graded reward above it is correct; a failed verdict never is.
-      overlong_tokens: number of tokens before the limit that are penalised; 0: none.
-      overlong_penalty: penalty of a correct response at the limit.
+      overlong_tokens: number of tokens before the limit that are penalised, with 1 at the limit; 0: none.
       max_response_tokens: the limit.
     """
 
     positive_threshold: float
     overlong_tokens: int = 0
-    overlong_penalty: float = 0.0
     max_response_tokens: int = 0
 
     def __call__(self, verdict: Verdict, num_tokens: int) -> Verdict:
         """Returns the verdict on a response of `num_tokens` tokens, the stop token included."""
         correct = verdict.reward > self.positive_threshold and not verdict.failed
         share = overlong_share(num_tokens, self.overlong_tokens, self.max_response_tokens)
-        return dataclasses.replace(verdict, correct=correct, penalty=self.overlong_penalty * share if correct else 0.0)
+        return dataclasses.replace(verdict, correct=correct, penalty=share if correct else 0.0)
 
     def all(self, verdicts: list[Verdict], lengths: list[int]) -> list[Verdict]:
         """Returns the shaped verdicts in order."""

@@ -313,9 +313,7 @@ def rounds_alike(config: Config) -> bool:
 def shaping(config: Config) -> Shaping:
     """Returns the shaping of graded rewards for training; evaluations use only its threshold."""
     reward = config.reward
-    return Shaping(
-        reward.positive_threshold, reward.overlong_tokens, reward.overlong_penalty, config.sampling.max_response_tokens
-    )
+    return Shaping(reward.positive_threshold, reward.overlong_tokens, config.sampling.max_response_tokens)
 
 
 def benchmark_graders(config: Config) -> dict[str, str]:

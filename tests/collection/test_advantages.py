@@ -248,7 +248,7 @@ def test_old_responses_are_not_kept_and_still_count_in_the_mean():
 
 # ---- length penalties ------------------------------------------------------------------------------------------------
 
-SHAPING = Shaping(positive_threshold=0.7, overlong_tokens=8, overlong_penalty=1.0, max_response_tokens=10)
+SHAPING = Shaping(positive_threshold=0.7, overlong_tokens=8, max_response_tokens=10)
 
 
 def with_lengths(pool: Pool, lengths: np.ndarray) -> Pool:

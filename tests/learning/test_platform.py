@@ -34,7 +34,7 @@ def test_auto_goes_by_the_platform(name, head_backend, attention, remat):
         name, LearningConfig(), hidden_size=4096, head_dim=128, dtype=jnp.bfloat16, capability=capability
     )
     assert (platform.head_backend, platform.attention, platform.remat) == (head_backend, attention, remat)
-    assert platform.first_moment_dtype is None and platform.interpret == (name != "tpu")
+    assert platform.interpret == (name != "tpu")
     assert platform.head_tile == {"cpu": (1024, 1024), "gpu": (4096, 8192), "tpu": (512, 512)}[name]
 
 
@@ -58,9 +58,9 @@ def test_a_large_model_in_bfloat16_on_a_cpu_is_warned_of():
 
 
 def test_settings_come_before_the_platform():
-    learning = LearningConfig(attention="splash", remat="full", first_moment_dtype="bfloat16")
+    learning = LearningConfig(attention="splash", remat="full")
     platform = resolve("cpu", learning, hidden_size=4096, head_dim=128, dtype=jnp.float32)
-    assert (platform.attention, platform.remat, platform.first_moment_dtype) == ("splash", "full", "bfloat16")
+    assert (platform.attention, platform.remat) == ("splash", "full")
     assert platform.interpret and platform.refusal == ""
 
 

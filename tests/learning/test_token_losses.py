@@ -97,8 +97,9 @@ def test_importance_weights_by_hand():
     np.testing.assert_allclose(weights_of("token", log_weights), [[2, 0.5, 0.25], [1.5, 1.5, 2]], rtol=1e-5)
     # Products 0.375 and 4.5.
     np.testing.assert_allclose(weights_of("sequence", log_weights), [[0.375] * 3, [2.0] * 3], rtol=1e-5)
-    weights = weights_of("mask", log_weights - 1e-6, importance_floor=0.4)
-    np.testing.assert_allclose(weights, [[0, 0.5, 0], [1.5, 1.5, 2]], rtol=1e-5)
+    # Between 1/2 and the cap a weight counts.
+    weights = weights_of("mask", np.log([[2.01, 0.501, 0.499], [1.5, 1.5, 1.99]]))
+    np.testing.assert_allclose(weights, [[0, 0.501, 0], [1.5, 1.5, 1.99]], rtol=1e-5)
 
 
 def test_importance_of_packed_responses_is_their_own():

@@ -81,7 +81,6 @@ def settings(server, cache=None, time_limit_s=10.0, **changes):
         "score": r"(?im)^\W*score\W*(-?\d+(?:\.\d+)?)",
         "range": (0.0, 10.0),
         "parameters": '{"temperature": 0}',
-        "key_variable": "JUDGE_TEST_KEY",
     }
     return {"settings": section | changes, "cache": cache, "time_limit_s": time_limit_s}
 
@@ -92,7 +91,7 @@ def graded(server, response, **changes):
 
 
 def test_a_request_has_the_model_the_text_and_the_key(server, monkeypatch):
-    monkeypatch.setenv("JUDGE_TEST_KEY", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
     assert graded(server, "Score: 7.5").reward == 0.75
     body = {
         "model": "a-judge",
@@ -126,7 +125,7 @@ def test_what_may_pass_is_asked_again(server):
     ],
 )
 def test_failures_are_told_without_the_key(server, monkeypatch, response, message, requests):
-    monkeypatch.setenv("JUDGE_TEST_KEY", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setattr(judge, "_FIRST_WAIT_S", 0.4)  # the first pause ends within the time, the second one does not
     monkeypatch.setattr(judge.random, "uniform", lambda low, high: high)
     with pytest.raises(judge.JudgeFailed, match=message) as error:
@@ -192,7 +191,7 @@ def test_without_its_folder_nothing_is_kept(server, tmp_path):
 
 
 def test_workers_share_the_answers_and_bound_the_requests(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("JUDGE_TEST_KEY", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
     cache, log = tmp_path / "judge.sqlite3", tmp_path / "output.log"
     pairs = [(f"Score: {index % 10}", "", {"problem": "Say it."}) for index in range(40)]
     made = Made(GRADER, settings(server, cache=str(cache)))

@@ -10,17 +10,17 @@ def test_overlong_share_by_hand():
 
 
 def test_a_penalty_makes_no_right_answer_wrong():
-    shaping = Shaping(positive_threshold=0.7, overlong_tokens=8, overlong_penalty=0.5, max_response_tokens=20)
-    # Full marks at full length: the answer stays right and its reward that of the outcome; 1/2 is kept apart.
-    assert shaping(Verdict(True, 1.0), 20) == Verdict(True, 1.0, penalty=0.5)
-    assert shaping(Verdict(True, 0.8), 16) == Verdict(True, 0.8, penalty=0.25)
+    shaping = Shaping(positive_threshold=0.7, overlong_tokens=8, max_response_tokens=20)
+    # Full marks at full length: the answer stays right and its reward that of the outcome; 1 is kept apart.
+    assert shaping(Verdict(True, 1.0), 20) == Verdict(True, 1.0, penalty=1.0)
+    assert shaping(Verdict(True, 0.8), 16) == Verdict(True, 0.8, penalty=0.5)
     # What its grader thought of it does not matter: below the threshold it is wrong.
     assert shaping(Verdict(True, 0.7), 20) == Verdict(False, 0.7)
 
 
 def test_a_wrong_answer_costs_the_same_at_every_length():
-    # DAPO (2503.14476, section 3.4) would give -1/2 to -1/4: in an all-wrong group the short ones would be reinforced.
-    shaping = Shaping(positive_threshold=0.7, overlong_tokens=8, overlong_penalty=0.5, max_response_tokens=20)
+    # DAPO (2503.14476, section 3.4) would give -1 to -1/2: in an all-wrong group the short ones would be reinforced.
+    shaping = Shaping(positive_threshold=0.7, overlong_tokens=8, max_response_tokens=20)
     verdicts = {shaping(Verdict(False, 0.0, "no_answer"), length) for length in (1, 16, 20)}
     assert verdicts == {Verdict(False, 0.0, "no_answer")}
 

@@ -600,7 +600,7 @@ def test_a_judge_may_be_a_model_of_this_server(server, tmp_path):
     client, _ = server
     settings = {
         "url": f"{client.base_url}/v1", "model": "cipher", "template": "{{ response }}", "score": r"(\d+)",
-        "range": (0.0, 1e6), "parameters": '{"temperature": 0, "max_tokens": 8}', "key_variable": "",
+        "range": (0.0, 1e6), "parameters": '{"temperature": 0, "max_tokens": 8}',
     }  # fmt: skip
     limits = {"cache": str(tmp_path / "judge.sqlite3"), "time_limit_s": 60.0}
     with contextlib.closing(judge.Judge(settings, **limits)) as grade:

@@ -37,7 +37,6 @@ RUNS = {
         "collection.strategy": "dapo",
         "collection.normalize_by_std": True,
         "reward.overlong_tokens": 3,
-        "reward.overlong_penalty": 0.5,
         "learning.ratio": "sequence",
     },
     "ngu": NGU,
