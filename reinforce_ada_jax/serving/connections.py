@@ -5,7 +5,7 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -19,7 +19,7 @@ LISTEN_BACKLOG = 1024
 # The application refuses a slow body first, because it can say why.
 BODY_GRACE_S = 1.0
 UNREAD_S = 60.0
-# What a client may take its time for, in the order in which connections are closed where there are too many.
+# Headers and bodies must arrive in time. Where there are too many connections, they are closed in this order.
 LIMITED = (h11.IDLE, h11.SEND_BODY)
 REPEATED_S = 60.0
 TOO_SLOW = (
@@ -65,13 +65,13 @@ class RepeatedMessages(logging.Filter):
 class LimitedProtocol(H11Protocol):
     """A connection whose requests must arrive in time, among a limited number of connections.
 
-    The time of the headers begins with the connection, or with the first byte of a later request. The time of a body
-    begins where the headers end. Where there are too many connections, the oldest one whose request has not arrived is
-    closed: an ordinary client sends its request at once, and so is never the oldest one for long.
+    The time of the headers begins with the connection, or with the first byte of a later request, that of a body where
+    the headers end. Where there are too many connections, the oldest one whose request has not arrived is closed: an
+    ordinary client sends its request at once, and so is never the oldest one for long.
     """
 
     config: "LimitedConfig"
-    _awaited: Any = None  # what must arrive in time: h11.IDLE for headers, h11.SEND_BODY for a body
+    _awaited: Any = None  # a state of LIMITED
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -99,7 +99,7 @@ class LimitedProtocol(H11Protocol):
             waiting.pop(self, None)
 
     def _await(self, state: Any) -> None:
-        """Limits the time of what the client sends now, headers or a body; None if nothing is expected."""
+        """Limits the time of what the client sends now; None if nothing is expected."""
         if state is self._awaited:
             return
         self._awaited = state
@@ -167,31 +167,19 @@ class LimitedConfig(uvicorn.Config):
 
 
 class LimitedServer(uvicorn.Server):
-    """Server that says when it listens, and when it begins to stop.
-
-    Attributes:
-      on_listening: is called when clients can connect.
-      on_stop: is called in the event loop when the server begins to stop. Requests in progress then still have time.
-    """
-
-    on_listening: Callable[[], None]
-    on_stop: Callable[[], None]
+    """Server that says when it listens, and when it begins to stop."""
 
     def __init__(self, config: LimitedConfig):
         super().__init__(config)
-        self.on_listening = self.on_stop = lambda: None
+        self.on_listening: Callable[[], None] = lambda: None  # clients can connect
+        self.on_stop: Callable[[], None] = lambda: None  # in the event loop; requests in progress still have time
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        _listen(sockets or ())
+        for each in sockets or ():
+            each.listen(LISTEN_BACKLOG)  # more connections than the event loop accepts in one go wait for their turn
         self.on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.on_stop()
         await super().shutdown(sockets)
-
-
-def _listen(sockets: Iterable[socket.socket]) -> None:
-    """Lets more connections wait for their turn than the event loop accepts in one go."""
-    for each in sockets:
-        each.listen(LISTEN_BACKLOG)

@@ -62,7 +62,6 @@ class SharedEngine:
     """Engine of all processes, in process 0: the replicas of process 0 come first, then those of process 1, and on."""
 
     def __init__(self, engine: Engine, model: int):
-        """Makes it from this process's engine of a model."""
         self.options: EngineOptions = engine.options
         self.replicas = engine.replicas * processes.count()
         self._engine, self._model = engine, model
@@ -76,24 +75,20 @@ class SharedEngine:
         return of_replicas[:own]
 
     def load(self, load: Callable[[], Params]) -> Params:
-        """Returns the weights to decode with."""
         self._ask(_LOAD)
         return self._engine.decode_weights(load())
 
     def init_decode_state(self) -> DecodeState:
-        """Returns an empty state."""
         self._ask(_RESET)
         return self._engine.init_decode_state()
 
     def set_terms(self, state: DecodeState, terms: Sequence[PromptTerms]) -> DecodeState:
-        """Sets the terms of the prompts of all replicas."""
         with ending_all():
             return self._engine.set_terms(state, self._ask(_TERMS, terms))
 
     def decode_window(
         self, params: Params, state: DecodeState, inputs: Sequence[WindowInputs]
     ) -> tuple[DecodeState, WindowOutputs]:
-        """Launches a window of all replicas; the outputs are those of this process's."""
         with ending_all():
             return self._engine.decode_window(params, state, self._ask(_WINDOW, inputs))
 
@@ -115,12 +110,7 @@ def end() -> None:
 
 
 def follow(engines: Sequence[Engine], loads: Sequence[Callable[[], Params]]) -> None:
-    """Does what process 0 asks for, until it ends.
-
-    Args:
-      engines: of the models, in the order of process 0.
-      loads: functions that return their weights.
-    """
+    """Does what process 0 asks for, until it ends; `engines` and `loads` are of the models, in its order."""
     weights: dict[int, Params] = {}
     states: dict[int, Any] = {}
     windows: dict[int, list[WindowOutputs]] = {}

@@ -53,67 +53,49 @@ def has_key(given: str, key: str) -> bool:
     return not key or hmac.compare_digest(given.encode(), key.encode())
 
 
-@dataclasses.dataclass(frozen=True)
-class BodyLimits:
-    """Limits of a request's body: its bytes, and the seconds in which it must arrive."""
-
-    size: int
-    seconds: float
-
-    def too_large(self) -> Refusal:
-        """Returns the refusal of a body with more bytes."""
-        return Refusal(
-            413, f"the request is larger than {self.size:,} bytes, the limit of this path and --request_mib."
-        )
-
-
 class Bodies:
     """Reads bodies of bounded size and time; a few large ones at a time, so that their sum is bounded as well."""
 
     def __init__(self):
         self._large = asyncio.Semaphore(LARGE_BODIES)
 
-    async def read(self, request: Request, limits: BodyLimits) -> bytes:
-        """Reads a body up to its limits.
-
-        Raises:
-          Refusal: it is compressed, too large, or not complete in time, or the client has hung up.
-        """
+    async def read(self, request: Request, most: int, within_s: float) -> bytes:
+        """Reads a body of at most `most` bytes."""
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal(415, "this server takes bodies without compression.")
         announced = request.headers.get("content-length", "")
-        is_too_large = announced.isdecimal() and int(announced) > limits.size
-        if is_too_large and "expect" in request.headers:  # the client waits for the answer before it sends the body
-            raise limits.too_large()
+        is_too_large = announced.isdecimal() and int(announced) > most
+        body = None
         try:
-            async with asyncio.timeout(limits.seconds), contextlib.AsyncExitStack() as place:
-                return await self._read(request, limits, place, is_too_large)
+            # With "expect" the client waits for the answer before it sends the body.
+            if not (is_too_large and "expect" in request.headers):
+                async with asyncio.timeout(within_s), contextlib.AsyncExitStack() as place:
+                    body = await self._read(request, 0 if is_too_large else most, place)
         except ClientDisconnect:
             raise Refusal(HUNG_UP, "the client has hung up.") from None
         except TimeoutError:
-            raise Refusal(408, f"the request did not arrive within {limits.seconds:g} s (--request_s).") from None
+            raise Refusal(408, f"the request did not arrive within {within_s:g} s (--request_s).") from None
+        if body is None:
+            raise Refusal(413, f"the request is larger than {most:,} bytes, the limit of this path and --request_mib.")
+        return body
 
-    async def _read(
-        self, request: Request, limits: BodyLimits, place: contextlib.AsyncExitStack, is_too_large: bool
-    ) -> bytes:
+    async def _read(self, request: Request, most: int, place: contextlib.AsyncExitStack) -> bytes | None:
+        """Returns the body, None if it has more bytes."""
         parts, size, is_large = [], 0, False
         # `stream` keeps the request's body open until it is exhausted.
         async with contextlib.aclosing(request.stream()) as stream:
             async for part in stream:
                 size += len(part)
-                is_too_large |= size > limits.size
-                if size > limits.size + DRAINED:
+                if size > most + DRAINED:
                     break
-                if is_too_large:  # many clients read no answer before they have sent all
+                if size > most:  # many clients read no answer before they have sent all
                     parts.clear()
                     continue
                 if size > LARGE_BODY and not is_large:
                     await place.enter_async_context(self._large)
                     is_large = True
                 parts.append(part)
-        if is_too_large:
-            raise limits.too_large()
-        return b"".join(parts)
+        return b"".join(parts) if size <= most else None
 
 
 def check_json_values(body: bytes, most: int) -> None:
@@ -129,17 +111,13 @@ def check_json_values(body: bytes, most: int) -> None:
 
 
 def end_process() -> NoReturn:
-    """Ends the process while a program runs on the devices, which can't be interrupted; there is nothing to save.
-
-    An ordinary end takes the devices from the thread that uses them, and aborts.
-    """
+    """Ends the process while a program runs on the devices: an ordinary end takes them from its thread, and aborts."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def http_server(settings: ServerSettings, application: Starlette) -> LimitedServer:
-    """Returns an HTTP server of an application."""
     return LimitedServer(LimitedConfig(
         application, settings.request_s, most_connections(),
         timeout_graceful_shutdown=int(min(settings.grace_s, 3600)) + ENDING_S,

@@ -47,31 +47,22 @@ class Sampled:
 class SampleJob:
     """Request for samples.
 
-    Attributes:
-      id: of the request; its draws are a function of it, unless there is a seed.
-      tokens: of the prompt.
-      num_samples: responses.
-      sampling: parameters of each.
-      stop_ids: tokens that end a response.
-      seed: the draws are a function of it; None: of the id.
-      done: is called with the responses, or with what went wrong. A cancelled response has the tokens drawn by then.
-      adapter: name of the adapters, as the weights know it; "" for none.
-      watch: is called with the index of a draw and its new tokens, after each window that brought some; with True at
-        the end of the draw.
-      responses: those that are there, by draw.
-      num_watched: tokens of each draw that `watch` got.
+    `done` is called with the responses, or with what went wrong; a cancelled response has the tokens drawn by then.
+    `watch` is called with the index of a draw and its new tokens, after each window that brought some; with True at the
+    end of the draw.
     """
 
     id: str
-    tokens: Int[np.ndarray, " T"]
+    tokens: Int[np.ndarray, " T"]  # of the prompt
     num_samples: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
-    seed: int | None
+    seed: int | None  # the draws are a function of it; None: of the id
     done: Callable[[list[Sampled] | Exception], None]
-    adapter: str = ""
+    adapter: str = ""  # name of the adapters, as the weights know it
     watch: Callable[[int, Sampled, bool], None] | None = None
-    responses: dict[int, Sampled] = dataclasses.field(default_factory=dict)
+    responses: dict[int, Sampled] = dataclasses.field(default_factory=dict)  # those that are there, by draw
+    # Tokens of each draw that `watch` got.
     num_watched: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     @property
@@ -79,11 +70,6 @@ class SampleJob:
         """Name of everything that its pages and its stops depend on: requests with the same one share a prefill."""
         digest = hashlib.blake2b(np.asarray(self.tokens, np.int32).tobytes(), digest_size=16).hexdigest()
         return f"{digest} {self.stop_ids} {self.adapter}"
-
-    @property
-    def address_id(self) -> str:
-        """Name that the randomness of its draws depends on."""
-        return self.id if self.seed is None else f"seed {self.seed}"
 
 
 @runtime_checkable
@@ -107,7 +93,7 @@ class Weights:
     def __init__(self, params: Params):
         self.params = params
 
-    def use(self, adapter: str, in_use: Callable[[], Collection[str]]) -> bool:
+    def use(self, adapter: str, in_use: Collection[str]) -> bool:
         """Makes adapters ready; returns False while those in use leave no room. ValueError: there are none."""
         del adapter, in_use
         return True
@@ -208,17 +194,15 @@ class Sampler:
         most = 2 * self.engine.options.slots * len(self._schedulers)
         while self._waiting and sum(scheduler.load for scheduler in self._schedulers) < most:
             job = self._waiting[0]
+            in_use = {draw.job.adapter for draws in self._open.values() for draw in draws.values()}
             try:
-                if not self.weights.use(job.adapter, self._adapters_in_use):
+                if not self.weights.use(job.adapter, in_use):
                     break
             except Exception as error:  # of this request alone: it must not stay the first one
                 self._waiting.popleft().done(error)
                 continue
             self._waiting.popleft()
             self._start(job)
-
-    def _adapters_in_use(self) -> set[str]:
-        return {draw.job.adapter for draws in self._open.values() for draw in draws.values()}
 
     def _start(self, job: SampleJob) -> None:
         name = job.prompt_id
@@ -305,7 +289,8 @@ def _ignore(found: list[Sampled] | Exception) -> None:
 
 def _address(request: Request) -> np.ndarray:
     assert isinstance(request, _Draw)
-    return token_lib.address(SERVED_STREAM, request.job.address_id, request.index)
+    job = request.job
+    return token_lib.address(SERVED_STREAM, job.id if job.seed is None else f"seed {job.seed}", request.index)
 
 
 def _sampling(request: Request) -> SamplingParams:

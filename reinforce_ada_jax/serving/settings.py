@@ -142,7 +142,6 @@ class ServerSettings:
 
     @property
     def is_loopback(self) -> bool:
-        """True if only this machine can connect."""
         return self.host.startswith(LOOPBACK)
 
     @property
@@ -160,11 +159,7 @@ class ServerSettings:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket with this address.
-
-    Raises:
-      ValueError: nothing can listen there.
-    """
+    """Returns a socket with this address; ValueError if nothing can listen there."""
     found = None
     try:
         family, kind, _, _, address = min(  # IPv4 where there is a choice

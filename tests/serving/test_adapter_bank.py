@@ -29,6 +29,6 @@ def test_an_adapter_that_does_not_fit_takes_no_place():
     # As after a new start of a server with a smaller --max_rank. The second error would find all places in use.
     for _ in range(2):
         with pytest.raises(ValueError, match="an adapter has rank 4, and there is room for 2 at most"):
-            bank.use("large", tuple)
-    assert bank.use("fits", tuple)
+            bank.use("large", ())
+    assert bank.use("fits", ())
     assert (bank.place("fits"), bank.place("large")) == (0, -1)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from reinforce_ada_jax.serving import connections
 from reinforce_ada_jax.serving import http as http_lib
 from reinforce_ada_jax.serving.connections import LimitedConfig, LimitedServer, RepeatedMessages
-from reinforce_ada_jax.serving.http import Bodies, BodyLimits, Refusal
+from reinforce_ada_jax.serving.http import Bodies, Refusal
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -42,7 +42,7 @@ class Application:
 
     async def size(self, request):
         try:
-            return Response(str(len(await self.bodies.read(request, BodyLimits(2**20, 30.0)))))
+            return Response(str(len(await self.bodies.read(request, 2**20, 30.0))))
         except Refusal as refusal:
             return Response(str(refusal), refusal.status)
 

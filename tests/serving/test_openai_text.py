@@ -18,8 +18,8 @@ from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.answer import Answer
 from reinforce_ada_jax.serving.openai.call import Backend, Call, PromptText, Terms
 from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionRequest, Invalid
-from reinforce_ada_jax.serving.openai.response_text import ResponseText, prompt_pieces
 from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
+from reinforce_ada_jax.serving.response_text import ResponseText, prompt_pieces
 from reinforce_ada_jax.serving.sampler import Sampled, Sampler
 from reinforce_ada_jax.training.components import ASSETS
 from tests.serving.test_tokenizer import of_bytes

@@ -4,19 +4,23 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.serving.sampler import Sampled
-from reinforce_ada_jax.serving.text_stops import TextStops
+from reinforce_ada_jax.serving.tinker.text_stops import TextStops
+from tests.serving.test_tokenizer import of_bytes
+
+TOKENIZER = of_bytes()
 
 
 def sampled(text):
-    """A response with a token for each letter; its log-probabilities count them."""
-    return Sampled(np.array(list(map(ord, text)), np.int32), np.arange(len(text), dtype=np.float32), stopped=False)
+    """A response with a token for each byte; its log-probabilities count them."""
+    tokens = TOKENIZER.encode(text)
+    return Sampled(tokens, np.arange(len(tokens), dtype=np.float32), stopped=False)
 
 
 @pytest.fixture
 def stops():
     """(stops "END" and "\\n", indices of the responses that they ended)."""
     ended = []
-    return TextStops(("END", "\n"), lambda tokens: "".join(map(chr, tokens)), ended.append), ended
+    return TextStops(TOKENIZER, ("END", "\n"), ended.append), ended
 
 
 def test_a_response_ends_once_with_the_window_that_completes_a_stop(stops):
@@ -30,7 +34,7 @@ def test_a_response_ends_once_with_the_window_that_completes_a_stop(stops):
     # Whatever is there when the slot is free: less if it was evicted meanwhile.
     for left in ("", "abcENxENDabcEND"):
         cut = stops.cut(0, sampled(left))
-        assert "".join(map(chr, cut.tokens)) == "abcENxEND" and cut.stopped
+        assert TOKENIZER.decode(cut.tokens) == "abcENxEND" and cut.stopped
 
 
 def test_what_no_stop_ended_stays_as_it_is(stops):
@@ -40,7 +44,8 @@ def test_what_no_stop_ended_stays_as_it_is(stops):
     assert stops.cut(1, whole) is whole and ended == []
 
 
-def test_a_stop_that_was_not_seen_in_time_is_cut_off(stops):
-    stops, _ = stops
+def test_a_stop_in_the_last_tokens_is_cut_off(stops):
+    stops, ended = stops
+    stops.watch(0, sampled("aENDbEND"), True)
     cut = stops.cut(0, sampled("aENDbEND"))
-    assert cut.stopped and cut.logprobs.tolist() == [0, 1, 2, 3]
+    assert cut.stopped and cut.logprobs.tolist() == [0, 1, 2, 3] and ended == []

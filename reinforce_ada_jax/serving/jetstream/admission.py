@@ -7,8 +7,6 @@ before the request has arrived.
 
 import asyncio
 import collections
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -36,37 +34,32 @@ class Admission:
             return f"{self._max_calls} calls are open, and more may not be: try again later."
         return ""
 
-    @contextlib.contextmanager
-    def _opened(self, peer: str) -> Iterator[None]:
-        self._open[peer] += 1
-        try:
-            yield
-        finally:
-            self._open[peer] -= 1
-            if not self._open[peer]:
-                del self._open[peer]
-
     async def decode(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         """Reads the request of a `Decode` call within its time, and hands the call to the servicer."""
         peer = context.peer().rpartition(":")[0]  # without the port
         if refusal := self._refusal(peer):
             await refuse(self._counts, context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
-        with self._opened(peer):
-            try:
-                async with asyncio.timeout(self._request_s):
-                    content = await context.read()
-            except TimeoutError:
-                why = f"no request arrived within {self._request_s:g} s of the call."
-                await refuse(self._counts, context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
-            except asyncio.CancelledError:
-                self._counts.hung_up += 1
-                raise
-            try:
-                request = pb2.DecodeRequest.FromString(content if isinstance(content, bytes) else b"")  # else EOF
-            except DecodeError as error:
-                why = f"the request is no DecodeRequest, or its text is not UTF-8 ({error!s:.200})."
-                await refuse(self._counts, context, grpc.StatusCode.INVALID_ARGUMENT, why)
-            await self._servicer.Decode(request, context)
+        self._open[peer] += 1
+        try:
+            await self._servicer.Decode(await self._request(context), context)
+        finally:
+            self._open -= collections.Counter([peer])  # without an entry for 0
+
+    async def _request(self, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            async with asyncio.timeout(self._request_s):
+                content = await context.read()
+        except TimeoutError:
+            why = f"no request arrived within {self._request_s:g} s of the call."
+            await refuse(self._counts, context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
+        except asyncio.CancelledError:
+            self._counts.hung_up += 1
+            raise
+        try:
+            return pb2.DecodeRequest.FromString(content if isinstance(content, bytes) else b"")  # else EOF
+        except DecodeError as error:
+            why = f"the request is no DecodeRequest, or its text is not UTF-8 ({error!s:.200})."
+            await refuse(self._counts, context, grpc.StatusCode.INVALID_ARGUMENT, why)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers both methods of JetStream's service."""

@@ -35,12 +35,10 @@ class ServedTokenizer(_tokenizer_api.Tokenizer):
         return padded, len(tokens)
 
     def decode(self, token_ids: list[int], **_) -> str:
-        """Returns the text of the ids without special tokens."""
         return self._tokenizer.decode(np.asarray(token_ids, np.int32))
 
     @property
     def stop_tokens(self) -> set[int]:
-        """All ids that end a response."""
         return set(self._tokenizer.stop_ids)
 
     @property
@@ -60,15 +58,13 @@ class ServedTokenizer(_tokenizer_api.Tokenizer):
 
 
 class JetStreamEngine(_engine_api.Engine):
-    """JetStream's methods, over one engine."""
+    """JetStream's methods, over one engine; all responses are drawn with the parameters `sampling`."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams):
-        """`sampling`: how all responses are drawn."""
         self.engine, self.tokenizer, self.sampling = engine, tokenizer, sampling
         self._num_draws = 0
 
     def init_decode_state(self) -> DecodeState:
-        """Returns an empty state."""
         return self.engine.init_decode_state()
 
     def load_params(self, params: Params) -> Params:
@@ -101,25 +97,21 @@ class JetStreamEngine(_engine_api.Engine):
         return state, tokens
 
     def get_prefix_destination_sharding(self) -> NamedSharding:
-        """Returns the sharding of prefixes: they stay on the engine's mesh."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def get_tokenizer(self) -> None:
         """Returns no metadata: `build_tokenizer` has the tokenizer itself."""
 
     def build_tokenizer(self, metadata: None) -> ServedTokenizer:
-        """Returns the policy's own tokenizer under JetStream's interface."""
         del metadata
         return ServedTokenizer(self.tokenizer)
 
     @property
     def max_concurrent_decodes(self) -> int:
-        """Slots."""
         return self.engine.options.slots
 
     @property
     def samples_per_slot(self) -> int:
-        """Always one."""
         return 1
 
     @property
@@ -129,7 +121,6 @@ class JetStreamEngine(_engine_api.Engine):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the engine."""
         return self.engine.mesh
 
     @property

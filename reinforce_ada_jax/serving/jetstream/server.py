@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
@@ -33,18 +34,6 @@ def warm_up(engine: JetStreamEngine, params: Params) -> None:
         prefix = engine.prefill(params=params, padded_tokens=np.zeros(bucket, np.int32), true_length=1)
         state = engine.insert(prefix, state, slot=0)
     jax.block_until_ready(engine.generate(params, state))
-
-
-def say_once() -> Callable[[str], None]:
-    """Returns a function that prints each text at its first call, not at the next ones with the same text."""
-    said: set[str] = set()
-
-    def say(text: str) -> None:
-        if text not in said:
-            said.add(text)
-            print(text, file=sys.stderr, flush=True)
-
-    return say
 
 
 def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEngine, port: int) -> str:
@@ -108,14 +97,7 @@ def stop_on_signals() -> asyncio.Event:
 async def serve(
     settings: ServerSettings, folder: pathlib.Path, engine: JetStreamEngine, load: Callable[[], Params]
 ) -> None:
-    """Serves until a signal comes.
-
-    Args:
-      settings: checked.
-      folder: of the model, for the summary.
-      engine: of the model.
-      load: returns the weights of the model.
-    """
+    """Serves until a signal comes; `load` returns the weights of the model."""
     started = time.monotonic()
     with cli.user_input():
         server, port = servicer_lib.make_server(f"{settings.address}:{settings.port}", settings.max_prompt_tokens)
@@ -124,7 +106,7 @@ async def serve(
         ready = compilation.add(engine.engine.token_programs())
         params = engine.load_params(load())
     with compilation:
-        ready(say_once())
+        ready(functools.cache(functools.partial(print, file=sys.stderr, flush=True)))  # each text once
     warm_up(engine, params)
     driver = jetstream.orchestrator().Driver(
         # One engine for both: prefills wait for slots, so no more than a few prefixes are in memory.

@@ -44,32 +44,21 @@ class Counts:
 
 
 class _Channel:
-    """Return channel of a request, from the Driver's threads to the event loop.
-
-    Attributes:
-      results: tokens of decode steps; then None, when the Driver has closed the channel.
-    """
+    """Return channel of a request, from the Driver's threads to the event loop."""
 
     def __init__(self, on_close: Callable[[], None]):
         self._loop, self._on_close = asyncio.get_running_loop(), on_close
-        self.results: asyncio.Queue[list[int] | None] = asyncio.Queue()
+        self.results: asyncio.Queue[list[int] | None] = asyncio.Queue()  # tokens of a decode step; None at the end
 
     def add_result(self, samples: Sequence[Any]) -> None:
-        """Called by the Driver with the tokens of one decode step, one sample."""
         self._loop.call_soon_threadsafe(self.results.put_nowait, samples[0].token_ids)
 
-    def close(self) -> None:
-        """Called by the Driver when the slot is free again."""
+    def close(self) -> None:  # the slot is free again
         self._loop.call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
         self._on_close()
         self.results.put_nowait(None)
-
-
-def message_bytes(max_prompt_tokens: int) -> int:
-    """Returns the size of the longest message that is read."""
-    return 2**16 + BYTES_PER_TOKEN * max_prompt_tokens
 
 
 def check_supported(request: Any, metadata: Sequence[tuple[str, Any]]) -> None:
@@ -213,18 +202,14 @@ class Servicer:
 
 
 def make_server(address: str, max_prompt_tokens: int) -> tuple[grpc.aio.Server, int]:
-    """Returns a server without services, bound to `address`, and its port.
-
-    Args:
-      address: "host:port"; port 0 chooses a free one.
-      max_prompt_tokens: bounds what is read of a message.
+    """Returns a server without services, bound to "host:port" (port 0: a free one), and its port.
 
     Raises:
       ValueError: nothing can listen at the address.
     """
     server = grpc.aio.server(
         options=[
-            ("grpc.max_receive_message_length", message_bytes(max_prompt_tokens)),
+            ("grpc.max_receive_message_length", 2**16 + BYTES_PER_TOKEN * max_prompt_tokens),
             ("grpc.so_reuseport", 0),  # else a second server takes half of the first one's clients, silently
             ("grpc.keepalive_time_ms", 30_000),  # to notice clients that vanished
             ("grpc.keepalive_timeout_ms", 10_000),

@@ -1,6 +1,7 @@
 """Answers in OpenAI's format: one object, or a stream of server-sent events."""
 
 import asyncio
+import bisect
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,7 +13,7 @@ from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.call import Call, Choice
 from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionRequest
-from reinforce_ada_jax.serving.openai.response_text import Piece, token_text
+from reinforce_ada_jax.serving.response_text import token_text
 
 # A log-probability that is not finite, which JSON lacks: OpenAI's number for the same.
 LEAST_LOGPROB = -9999.0
@@ -161,8 +162,7 @@ class Answer:
             if self._tools:
                 length = min(length, tool_calls.settled_length(choice.text.text))
             text = choice.text.text[:length]
-            while num_pieces and not _ends_within(choice.text.pieces[num_pieces - 1], length):
-                num_pieces -= 1
+            num_pieces = bisect.bisect_right(choice.text.pieces, length, key=lambda each: each.begin + len(each.text))
         chunks, new, shown = [], text[choice.num_sent_chars :], range(choice.num_sent_pieces, num_pieces)
         if new or shown:
             chunks.append(self._chunk(choice, {"content": new}, self._logprobs(choice, shown) if shown else None))
@@ -180,10 +180,6 @@ class Answer:
 def _tool_call(call: tool_calls.Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-
-
-def _ends_within(piece: Piece, length: int) -> bool:
-    return piece.begin + len(piece.text) <= length
 
 
 def _by_text(pairs: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:

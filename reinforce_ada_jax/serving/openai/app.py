@@ -14,18 +14,19 @@ import prometheus_client
 from jaxtyping import Int
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.serving.http import HUNG_UP, Bodies, BodyLimits, Refusal, Served, check_json_values, has_key
+from reinforce_ada_jax.serving.http import HUNG_UP, Bodies, Refusal, Served, check_json_values, has_key
 from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.answer import Answer
 from reinforce_ada_jax.serving.openai.call import Backend, Call, PromptText, Terms
 from reinforce_ada_jax.serving.openai.metrics import Metrics
 from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionRequest, Invalid
-from reinforce_ada_jax.serving.openai.response_text import prompt_pieces
+from reinforce_ada_jax.serving.response_text import prompt_pieces
 from reinforce_ada_jax.serving.settings import ServerSettings
 
 # The text of a token is seldom longer: a prompt with more bytes is refused before it is encoded.
@@ -38,16 +39,12 @@ Prompts = list[PromptText]
 
 
 class App:
-    """Routes over the models.
-
-    Attributes:
-      num_open: responses that are not finished.
-    """
+    """Routes over the models."""
 
     def __init__(self, settings: ServerSettings, models: Sequence[Served], wake: threading.Event):
         """`wake` is set when there is something to sample."""
         self.settings, self.models = settings, {each.name: each for each in models}
-        self._wake, self.num_open = wake, 0
+        self._wake, self.num_open = wake, 0  # responses that are not finished
         self.metrics = Metrics(self._num_running, lambda: self.num_open)
         self._backends: dict[str, Backend] = {}
         self._num_requests = 0
@@ -77,17 +74,23 @@ class App:
     def asgi(self) -> Starlette:
         """Returns the application."""
         routes = [
-            Route("/health", self.health, methods=["GET"]),
-            Route("/metrics", self._guarded(self.metrics_page), methods=["GET"]),
-            Route("/v1/models", self._guarded(self.list_models), methods=["GET"]),
-            Route("/v1/models/{name:path}", self._guarded(self.describe_model), methods=["GET"]),
-            Route("/v1/completions", self._guarded(self.completions, "completions"), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self.chat_completions, "chat"), methods=["POST"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._guarded(self._metrics_page), methods=["GET"]),
+            Route("/v1/models", self._guarded(self._list_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self._describe_model), methods=["GET"]),
+            Route("/v1/completions", self._guarded(self._completions, "completions"), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self._chat_completions, "chat"), methods=["POST"]),
         ]
-        handlers: Any = {404: self._guarded(self._unknown), 405: _wrong_method}
-        return Starlette(routes=routes, exception_handlers={
-            status: _without_exception(handler) for status, handler in handlers.items()
-        })  # fmt: skip
+
+        async def no_route(request: Request, error: Exception) -> Response:
+            async def refuse(_: Request) -> Response:
+                assert isinstance(error, HTTPException)
+                why = f"{request.method} {request.url.path:.200}: this server does not have it."
+                raise Refusal(error.status_code, why)
+
+            return await self._guarded(refuse)(request)
+
+        return Starlette(routes=routes, exception_handlers={HTTPException: no_route})
 
     def _guarded(self, handler: Handler, endpoint: str = "") -> Handler:
         """Answers what a handler refuses, and what comes without the key.
@@ -119,30 +122,24 @@ class App:
 
     # ---- what is asked without a model ---------------------------------------------------------------------------
 
-    async def health(self, _: Request) -> Response:
-        """Says if requests are answered; it needs no key."""
+    async def _health(self, _: Request) -> Response:
         if self._backends:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "loading"}, status_code=503)
 
-    async def metrics_page(self, _: Request) -> Response:
-        """Returns the numbers for Prometheus."""
-        return Response(self.metrics.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
-
-    async def _unknown(self, request: Request) -> Response:
-        raise Refusal(404, f"{request.method} {request.url.path:.200}: this server does not have it.")
+    async def _metrics_page(self, _: Request) -> Response:
+        page = prometheus_client.generate_latest(self.metrics.registry)
+        return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     def _description(self, name: str) -> dict[str, Any]:
         options = self.models[name].engine.options
         longest = options.max_prompt_tokens + options.max_response_tokens
         return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": longest}
 
-    async def list_models(self, _: Request) -> Response:
-        """Lists the models."""
+    async def _list_models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description(name) for name in self.models]})
 
-    async def describe_model(self, request: Request) -> Response:
-        """Describes one model."""
+    async def _describe_model(self, request: Request) -> Response:
         return JSONResponse(self._description(self._served(request.path_params["name"]).name))
 
     def _served(self, name: str) -> Served:
@@ -155,8 +152,7 @@ class App:
 
     # ---- completions ---------------------------------------------------------------------------------------------
 
-    async def completions(self, request: Request) -> Response:
-        """Continues prompts."""
+    async def _completions(self, request: Request) -> Response:
         asked = protocol.parse(CompletionRequest, await self._body(request))
         served = self._served(asked.model)
         if not asked.prompts:
@@ -174,8 +170,7 @@ class App:
                 return Response(status_code=HUNG_UP)
         return await self._answer(request, asked, served, prompts, terms)
 
-    async def chat_completions(self, request: Request) -> Response:
-        """Continues a conversation."""
+    async def _chat_completions(self, request: Request) -> Response:
         asked = protocol.parse(ChatRequest, await self._body(request))
         served = self._served(asked.model)
         messages = protocol.template_messages(asked.messages)
@@ -195,7 +190,7 @@ class App:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # A page of another site could make a browser send anything else.
             raise Refusal(415, "send the header Content-Type: application/json.")
-        body = await self._bodies.read(request, BodyLimits(self.settings.request_mib * 2**20, self.settings.request_s))
+        body = await self._bodies.read(request, self.settings.request_mib * 2**20, self.settings.request_s)
         check_json_values(body, MAX_VALUES)
         return body
 
@@ -207,23 +202,22 @@ class App:
             raise Invalid(str(error).replace(str(served.tokenizer.folder), served.name)) from error
 
     def _check_size(self, served: Served, text: str) -> None:
-        most = served.engine.options.max_prompt_tokens * BYTES_PER_TOKEN
-        if len(text) > most:
-            why = (
-                f"the prompt has {len(text):,} characters, more than {served.engine.options.max_prompt_tokens:,} tokens"
-            )
-            raise Invalid(f"{why} can have (--max_prompt_tokens).", "prompt", "context_length_exceeded")
+        longest = served.engine.options.max_prompt_tokens
+        if len(text) > longest * BYTES_PER_TOKEN:
+            why = f"the prompt has {len(text):,} characters, more than {longest:,} tokens can have"
+            raise Invalid(f"{why} (--max_prompt_tokens).", "prompt", "context_length_exceeded")
 
     def _prompt(self, served: Served, prompt: str | list[int], echo: bool) -> PromptText:
+        given = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             self._check_size(served, prompt)
-            tokens = self._checked(served, served.tokenizer.encode(prompt))
+            tokens = served.tokenizer.encode(prompt)
         else:
             vocabulary = served.engine.architecture.vocab_size
             if not all(0 <= token < vocabulary for token in prompt):
                 raise Invalid(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.", "prompt")
-            tokens = self._checked(served, np.asarray(prompt, np.int32))
-        given = prompt if isinstance(prompt, str) else None
+            tokens = np.asarray(prompt, np.int32)
+        tokens = self._checked(served, tokens)
         return PromptText(tokens, prompt_pieces(served.tokenizer, tokens, given) if echo else ())
 
     def _checked(self, served: Served, tokens: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
@@ -343,14 +337,3 @@ async def _finished(request: Request, call: Call) -> bool:
     finally:
         for each in waits:
             each.cancel()
-
-
-def _without_exception(handler: Handler) -> Any:
-    async def handle(request: Request, _: Exception) -> Response:
-        return await handler(request)
-
-    return handle
-
-
-async def _wrong_method(request: Request) -> Response:
-    return protocol.error_response(Refusal(405, f"{request.url.path:.200} has no method {request.method}."))

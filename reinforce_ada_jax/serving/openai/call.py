@@ -16,8 +16,8 @@ from jaxtyping import Int
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.learning.scoring import Scores
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.serving.openai.response_text import Piece, ResponseText
 from reinforce_ada_jax.serving.openai.scoring import ScoreJob, ScoreQueue
+from reinforce_ada_jax.serving.response_text import Piece, ResponseText
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
 
 
@@ -37,28 +37,16 @@ class PromptText(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Choice:
-    """One response.
+    """One response."""
 
-    Attributes:
-      index: its number in the answer.
-      job: that draws it, and others of its prompt.
-      draw: its number in the job.
-      text: what there is of it.
-      finish_reason: why it ended ("stop", "length"), or "" before it has ended and, if asked for, is scored.
-      score_job: that scores it when it has been drawn.
-      scores: of each piece of the text.
-      num_sent_chars: of the text, by a stream.
-      num_sent_pieces: of the text, by a stream.
-      is_sent: a stream has sent all of it.
-    """
-
-    index: int
-    job: SampleJob
-    draw: int
+    index: int  # in the answer
+    job: SampleJob  # draws it, and others of its prompt
+    draw: int  # its number in the job
     text: ResponseText
-    finish_reason: str = ""
+    finish_reason: str = ""  # "stop", "length" or "cancelled"; "" before it has ended and, if asked for, is scored
     score_job: ScoreJob | None = None
-    scores: Scores | None = None
+    scores: Scores | None = None  # of each piece of the text
+    # Of the text, by a stream.
     num_sent_chars: int = 0
     num_sent_pieces: int = 0
     is_sent: bool = False
@@ -66,37 +54,23 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Terms of all responses of a request.
+    """Terms of all responses of a request."""
 
-    Attributes:
-      num_samples: for each prompt.
-      sampling: parameters of each.
-      seed: of the randomness; None: the name of the request decides.
-      stops: texts that end a response.
-      keep_pieces: the answer shows tokens.
-      keep_end: and the token that ended a response.
-      scored: the sampler's log-probabilities are not enough.
-      draws: False for prompts alone.
-    """
-
-    num_samples: int
+    num_samples: int  # for each prompt
     sampling: SamplingParams
-    seed: int | None
-    stops: tuple[str, ...]
-    keep_pieces: bool
-    keep_end: bool = False
-    scored: bool = False
-    draws: bool = True
+    seed: int | None  # None: the name of the request decides
+    stops: tuple[str, ...]  # texts that end a response
+    keep_pieces: bool  # the answer shows tokens
+    keep_end: bool = False  # and the token that ended a response
+    scored: bool = False  # the sampler's log-probabilities are not enough
+    draws: bool = True  # False for prompts alone
 
 
 class Call:
     """Responses to one request.
 
-    Attributes:
-      choices: `num_samples` of each prompt, prompt by prompt.
-      created: time of the request, in seconds since 1970.
-      error: what went wrong in the sampler.
-      first_token_s: seconds from the request to its first token.
+    `name` decides the randomness where `terms` have no seed. `on_end` is called with the generated tokens of each
+    response when it has ended.
     """
 
     def __init__(
@@ -108,25 +82,15 @@ class Call:
         name: str,
         on_end: Callable[[int], None],
     ):
-        """Makes a request that is not submitted.
-
-        Args:
-          prompts: at least one.
-          terms: of each response.
-          tokenizer: of the model.
-          backend: of the model.
-          name: decides the randomness where `terms` have no seed.
-          on_end: is called with the generated tokens of each response when it has ended.
-        """
         self.created = time.time()
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # of the sampler
         self.first_token_s: float | None = None
         self.num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.terms, self.tokenizer, self._backend = terms, tokenizer, backend
         self._on_end, self._loop = on_end, asyncio.get_running_loop()
         self._begun, self._changed = time.monotonic(), asyncio.Event()
         stop_ids = backend.sampler.engine.options.stop_ids
-        self.choices: list[Choice] = []
+        self.choices: list[Choice] = []  # prompt by prompt
         for number, prompt in enumerate(prompts):
             job = SampleJob(
                 f"{name} {number}", prompt.tokens, terms.num_samples, terms.sampling, stop_ids, terms.seed, self._done
@@ -217,12 +181,10 @@ class Call:
 
     @property
     def is_finished(self) -> bool:
-        """True if every response has ended."""
         return all(choice.finish_reason for choice in self.choices)
 
     @property
     def is_cancelled(self) -> bool:
-        """True if a response was cancelled."""
         return any(choice.finish_reason == "cancelled" for choice in self.choices)
 
     @property
@@ -236,11 +198,7 @@ class Call:
         return time.monotonic() - self._begun
 
     async def changed(self) -> None:
-        """Waits for new tokens, or for an end.
-
-        Raises:
-          Exception: the sampler failed.
-        """
+        """Waits for new tokens, or for an end; raises what went wrong in the sampler."""
         await self._changed.wait()
         self._changed.clear()
         if self.error is not None:

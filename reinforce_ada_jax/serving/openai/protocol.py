@@ -119,7 +119,6 @@ class Request(BaseModel):
 
     @property
     def includes_usage(self) -> bool:
-        """True if a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -220,7 +219,6 @@ class ChatRequest(Request):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Most probable tokens beside each token; None where no log-probabilities are asked for."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -235,11 +233,7 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def parse(kind: type[Parsed], body: bytes) -> Parsed:
-    """Returns a request.
-
-    Raises:
-      Invalid: the body is no JSON, or a field is unknown, missing or wrong.
-    """
+    """Returns a request; Invalid if the body is no JSON, or a field is unknown, missing or wrong."""
     try:
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
@@ -261,13 +255,9 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
             content = "".join(part.text for part in content)
         if content is None and not message.tool_calls:
             raise Invalid(f"messages.{index}.content: it is missing.", f"messages.{index}.content")
-        row: dict[str, Any] = {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": content or "",
-        }
-        for name in ("name", "tool_call_id"):
-            if getattr(message, name) is not None:
-                row[name] = getattr(message, name)
+        role = "system" if message.role == "developer" else message.role
+        row: dict[str, Any] = {"role": role, "content": content or ""}
+        row |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if message.tool_calls:
             row["tool_calls"] = [_template_call(call, f"messages.{index}.tool_calls") for call in message.tool_calls]
         rendered.append(row)

@@ -9,7 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -21,26 +21,12 @@ from reinforce_ada_jax.policy.transformer import Params
 
 @dataclasses.dataclass(eq=False)
 class ScoreJob:
-    """Text to score.
+    """Text to score."""
 
-    Attributes:
-      tokens: of the text, at least one.
-      temperature: that divides the logits, above 0.
-      done: is called with the scores, or with what went wrong.
-      is_cancelled: nobody waits for it any more.
-    """
-
-    tokens: Int[np.ndarray, " T"]
-    temperature: float
-    done: Callable[[Scores | Exception], None]
+    tokens: Int[np.ndarray, " T"]  # at least one
+    temperature: float  # divides the logits, above 0
+    done: Callable[[Scores | Exception], None]  # gets the scores, or what went wrong
     is_cancelled: bool = False
-
-
-class _Submitted(NamedTuple):
-    """A micro-batch on the devices."""
-
-    jobs: list[ScoreJob]
-    outputs: Any
 
 
 class ScoreQueue:
@@ -50,7 +36,7 @@ class ScoreQueue:
         """`wake` is set when there is something to score."""
         self._scorer, self._params, self._wake = scorer, params, wake
         self._waiting: collections.deque[ScoreJob] = collections.deque()
-        self._previous: _Submitted | None = None
+        self._previous: tuple[list[ScoreJob], Any] | None = None  # texts on the devices, and the outputs
         self._compiler = ThreadPoolExecutor(1, "compiler")
         self._programs: dict[tuple[int, int], Future[Any]] = {}
 
@@ -60,7 +46,6 @@ class ScoreQueue:
         self._wake.set()
 
     def close(self) -> None:
-        """Compiles nothing more."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def turn(self) -> bool:
@@ -68,16 +53,16 @@ class ScoreQueue:
         submitted, previous = self._submit(), self._previous
         self._previous = submitted
         if previous is not None:
+            jobs, outputs = previous
             try:
-                found = self._scorer.read(previous.outputs, [len(job.tokens) for job in previous.jobs])
+                found = self._scorer.read(outputs, [len(job.tokens) for job in jobs])
             except Exception as error:
-                _fail(previous.jobs, error)
-            else:
-                for job, scores in zip(previous.jobs, found, strict=True):
-                    job.done(scores)
+                found = [error] * len(jobs)
+            for job, scores in zip(jobs, found, strict=True):
+                job.done(scores)
         return submitted is not None or previous is not None
 
-    def _submit(self) -> _Submitted | None:
+    def _submit(self) -> tuple[list[ScoreJob], Any] | None:
         jobs, shape = self._next_jobs()
         if not jobs:
             return None
@@ -88,10 +73,11 @@ class ScoreQueue:
             self._waiting.remove(job)
         try:
             rows = self._scorer.rows([job.tokens for job in jobs], [job.temperature for job in jobs], shape)
-            return _Submitted(jobs, program.result()(self._params, *rows))
+            return jobs, program.result()(self._params, *rows)
         except Exception as error:
             self._programs.pop(shape)  # to be compiled again
-            _fail(jobs, error)
+            for job in jobs:
+                job.done(error)
             return None
 
     def _next_jobs(self) -> tuple[list[ScoreJob], tuple[int, int]]:
@@ -114,8 +100,3 @@ class ScoreQueue:
 
     def _compile(self, shape: tuple[int, int]) -> Any:
         return self._scorer.program.lower(self._params, *self._scorer.abstract_rows(shape)).compile()
-
-
-def _fail(jobs: list[ScoreJob], error: Exception) -> None:
-    for job in jobs:
-        job.done(error)

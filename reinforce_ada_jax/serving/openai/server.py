@@ -39,19 +39,14 @@ def make_backend(served: Served, wake: threading.Event, number: int) -> Backend:
 
 
 class Worker:
-    """The thread that owns the devices: it makes the backends, then runs windows, and micro-batches between them.
-
-    Attributes:
-      loaded: gets the backend of each model, or what went wrong.
-    """
+    """The thread that owns the devices: it makes the backends, then runs windows, and micro-batches between them."""
 
     def __init__(self, models: Sequence[Served], wake: threading.Event):
-        self.loaded: Future[dict[str, Backend]] = Future()
+        self.loaded: Future[dict[str, Backend]] = Future()  # of each model, or what went wrong
         self._models, self.wake, self._stopping = models, wake, threading.Event()
         self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self, within_s: float) -> bool:
@@ -88,11 +83,7 @@ def _turn(backends: Sequence[Backend]) -> bool:
 
 
 async def serve(settings: ServerSettings, models: Sequence[Served]) -> tuple[bool, bool]:
-    """Serves until a signal comes; returns (the models were loaded, the thread of the devices has ended).
-
-    Raises:
-      Exception: a model could not be loaded.
-    """
+    """Serves until a signal comes; returns (the models were loaded, the thread of the devices has ended)."""
     started = time.monotonic()
     with cli.user_input():
         listener = bind(settings.host, settings.port)

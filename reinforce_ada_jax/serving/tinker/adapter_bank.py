@@ -14,38 +14,24 @@ LoadedAdapter = tuple[Lora, Params]
 
 
 class AdapterBank(Weights):
-    """Weights of a base, and `num_adapters` adapters at a time.
+    """Weights of a base, and at most `num_adapters` adapters; `size` is the rank and the targets of the largest."""
 
-    Attributes:
-      load: returns adapters by name.
-    """
-
-    load: Callable[[str], LoadedAdapter]
+    load: Callable[[str], LoadedAdapter]  # by name; set before requests name some
 
     def __init__(self, engine: Engine, base: Params, size: Lora, num_adapters: int):
-        """Makes a bank without adapters; `load` is set before requests name some.
-
-        Args:
-          engine: of the base.
-          base: weights of the learner.
-          size: rank and targets of the largest adapter.
-          num_adapters: adapters that may be in use at the same time.
-        """
         weights = engine.decode_weights(base)
         super().__init__(lora.bank(weights, engine.architecture, size, num_adapters, engine.dtype))
         self._places: collections.OrderedDict[str, int] = collections.OrderedDict()  # last used at the end
         self._free = list(range(num_adapters))[::-1]
 
-    def use(self, adapter: str, in_use: Callable[[], Collection[str]]) -> bool:
-        """Puts adapters beside the others; returns False if all places are in use."""
+    def use(self, adapter: str, in_use: Collection[str]) -> bool:
         if not adapter:
             return True
         if adapter in self._places:
             self._places.move_to_end(adapter)
             return True
         if not self._free:
-            busy = in_use()
-            unused = next((each for each in self._places if each not in busy), None)
+            unused = next((each for each in self._places if each not in in_use), None)
             if unused is None:
                 return False
             self._free.append(self._places.pop(unused))
@@ -56,5 +42,4 @@ class AdapterBank(Weights):
         return True
 
     def place(self, adapter: str) -> int:
-        """Returns the place of adapters that `use` made ready."""
         return self._places.get(adapter, NO_ADAPTER)

@@ -71,11 +71,7 @@ def load_params(folder: pathlib.Path, learner: AdapterLearner) -> tuple[Lora, Pa
 
 
 def load(folder: pathlib.Path, learner: AdapterLearner, *, optimizer: bool) -> tuple[Lora, LearnerState]:
-    """Returns what the adapters of a folder are, and their state; with a new optimiser unless the stored is wanted.
-
-    Raises:
-      ValueError: the folder has no state of an optimiser, and it is wanted.
-    """
+    """Returns what the adapters of a folder are, and their state; with a new optimiser unless the stored is wanted."""
     chosen, params = load_params(folder, learner)
     state = learner.with_new_optimizer(params, chosen)
     if not optimizer:

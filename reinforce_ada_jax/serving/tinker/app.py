@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from reinforce_ada_jax.serving.http import Bodies, BodyLimits, Refusal, check_json_values, has_key
+from reinforce_ada_jax.serving.http import Bodies, Refusal, check_json_values, has_key
 from reinforce_ada_jax.serving.tinker import protocol
 from reinforce_ada_jax.serving.tinker.protocol import types
 from reinforce_ada_jax.serving.tinker.service import KINDS, SCHEME, Service
@@ -62,45 +62,45 @@ class App:
         """Returns the application."""
         service, asked = self.service, self._asked
         post = {
-            "client/config": self.client_config,
-            "client/dynamic_config": self.dynamic_config,
+            "client/config": self._client_config,
+            "client/dynamic_config": self._dynamic_config,
             "create_session": asked(types.CreateSessionRequest, service.create_session),
             "session_heartbeat": asked(types.SessionHeartbeatRequest, lambda it: service.heartbeat(it.session_id)),
-            "sessions/{session}/finish": self.finish_session,
-            "create_model": self.create_model,
+            "sessions/{session}/finish": self._finish_session,
+            "create_model": self._create_model,
             "get_info": asked(types.GetInfoRequest, lambda it: service.get_info(it.model_id)),
-            "forward_backward": self.forward_backward,
-            "optim_step": self.of_model("optim_step"),
-            "save_weights": self.of_model("save_weights"),
-            "save_weights_for_sampler": self.of_model("save_weights_for_sampler"),
-            "save_weights_external": self.of_model("save_weights_external"),
-            "load_weights": self.load_weights,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._of_model("optim_step"),
+            "save_weights": self._of_model("save_weights"),
+            "save_weights_for_sampler": self._of_model("save_weights_for_sampler"),
+            "save_weights_external": self._of_model("save_weights_external"),
+            "load_weights": self._load_weights,
             "create_sampling_session": asked(types.CreateSamplingSessionRequest, service.create_sampler),
             "asample": asked(types.SampleRequest, service.sample),
-            "retrieve_future": self.retrieve_future,
+            "retrieve_future": self._retrieve_future,
             "cancel_future": asked(types.FutureRetrieveRequest, lambda it: service.cancel(it.request_id)),
-            "telemetry": self.telemetry,
+            "telemetry": self._telemetry,
             "weights_info": asked(_WeightsInfoRequest, lambda it: service.weights_info(it.tinker_path)),
         }
         get = {
-            "healthz": self.health,
-            "get_server_capabilities": self.capabilities,
-            "samplers/{sampler}": self.sampler,
-            "checkpoints": self.all_checkpoints,
-            "training_runs": self.training_runs,
-            "training_runs/{run}": self.training_run,
-            "training_runs/{run}/checkpoints": self.checkpoints,
-            "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": self.external_urls,
+            "healthz": self._health,
+            "get_server_capabilities": self._capabilities,
+            "samplers/{sampler}": self._sampler,
+            "checkpoints": self._all_checkpoints,
+            "training_runs": self._training_runs,
+            "training_runs/{run}": self._training_run,
+            "training_runs/{run}/checkpoints": self._checkpoints,
+            "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": self._external_urls,
         }
-        delete = {"training_runs/{run}/checkpoints/{kind}/{name}": self.delete_checkpoint}
+        delete = {"training_runs/{run}/checkpoints/{kind}/{name}": self._delete_checkpoint}
         routes = [
             Route(f"/api/v1/{path}", self._guarded(handler), methods=[method])
             for method, handlers in (("POST", post), ("GET", get), ("DELETE", delete))
             for path, handler in handlers.items()
         ]
         # The address has a key of its own.
-        files = Route("/files/{run}/{name}/{file}", self._guarded(self.file, needs_key=False), methods=["GET"])
-        absent = Route("/{path:path}", self._guarded(self.absent), methods=["GET", "POST", "PUT", "DELETE"])
+        files = Route("/files/{run}/{name}/{file}", self._guarded(self._file, needs_key=False), methods=["GET"])
+        absent = Route("/{path:path}", self._guarded(self._absent), methods=["GET", "POST", "PUT", "DELETE"])
         return Starlette(routes=[*routes, files, absent])
 
     def _guarded(self, handler: Handler, needs_key: bool = True) -> Handler:
@@ -125,8 +125,7 @@ class App:
 
     async def _body(self, request: Request, most: int = JSON_BYTES) -> bytes:
         settings = self.service.settings
-        limits = BodyLimits(min(most, settings.request_mib * 2**20), settings.request_s)
-        return await self._bodies.read(request, limits)
+        return await self._bodies.read(request, min(most, settings.request_mib * 2**20), settings.request_s)
 
     async def _json(self, request: Request) -> bytes:
         """Returns a body that is parsed in the event loop."""
@@ -145,57 +144,49 @@ class App:
 
     # ---- configuration and sessions ------------------------------------------------------------------------------
 
-    async def absent(self, request: Request) -> Response:
-        """Answers everything that this server does not have."""
+    async def _absent(self, request: Request) -> Response:
         return _error(404, f"{request.method} {request.url.path}: {UNAVAILABLE}")
 
-    async def health(self, _: Request) -> Response:
-        """Says that the server is there."""
+    async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def client_config(self, _: Request) -> Response:
-        """Tells the client which variants of the interface it may use."""
+    async def _client_config(self, _: Request) -> Response:
         chunk = min(CHUNK_BYTES, self.service.settings.request_mib * 2**20 // 2)
         return JSONResponse({"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": chunk})
 
-    async def dynamic_config(self, _: Request) -> Response:
-        """Tells the client that samples can be cancelled."""
+    async def _dynamic_config(self, _: Request) -> Response:
         return JSONResponse({"sample_cancel_enabled": True})
 
-    async def capabilities(self, _: Request) -> Response:
-        """Names the models."""
+    async def _capabilities(self, _: Request) -> Response:
         return JSONResponse({"supported_models": [
             {"model_name": name, "max_context_length": base.max_tokens, "trainable": True, "sampleable": True}
             for name, base in self.service.bases.items()
         ]})  # fmt: skip
 
-    async def finish_session(self, request: Request) -> Response:
-        """Ends a session."""
+    async def _finish_session(self, request: Request) -> Response:
         await self._body(request)
         self.service.end_session(request.path_params["session"], "its client closed it")
         return JSONResponse({})
 
-    async def telemetry(self, request: Request) -> Response:
+    async def _telemetry(self, request: Request) -> Response:
         """Takes what the client reports, and keeps nothing of it."""
         await self._body(request)
         return JSONResponse({"status": "accepted"})
 
     # ---- models --------------------------------------------------------------------------------------------------
 
-    async def create_model(self, request: Request) -> Response:
-        """Makes adapters."""
+    async def _create_model(self, request: Request) -> Response:
         body = await self._json(request)
         asked = protocol.parse(types.CreateModelRequest, body)
         self.service.base(asked.base_model)
         return _future(self.service.create(asked.session_id, asked.model_seq_id, "create_model", body))
 
-    async def forward_backward(self, request: Request) -> Response:
-        """Sums gradients, or computes log-probabilities alone."""
+    async def _forward_backward(self, request: Request) -> Response:
         body = await self._body(request, LOSS_BYTES)
         message = protocol.parse_loss_message(body)
         return _future(self.service.submit(message.model_id, message.seq_id, "forward_backward", body))
 
-    def of_model(self, kind: str) -> Handler:
+    def _of_model(self, kind: str) -> Handler:
         """Returns the handler of a request of one model."""
 
         async def submit(request: Request) -> Response:
@@ -205,8 +196,7 @@ class App:
 
         return submit
 
-    async def load_weights(self, request: Request) -> Response:
-        """Loads a checkpoint into a model, or makes a model of it."""
+    async def _load_weights(self, request: Request) -> Response:
         body = await self._json(request)
         asked = protocol.parse(types.LoadWeightsRequest, body)
         if asked.model_id is not None:
@@ -218,12 +208,11 @@ class App:
 
     # ---- sampling and futures ------------------------------------------------------------------------------------
 
-    async def sampler(self, request: Request) -> Response:
-        """Says what a sampler is."""
+    async def _sampler(self, request: Request) -> Response:
         row = self.service.sampler(request.path_params["sampler"])
         return JSONResponse({"sampler_id": row.id, "base_model": row.base, "model_path": row.path})
 
-    async def retrieve_future(self, request: Request) -> Response:
+    async def _retrieve_future(self, request: Request) -> Response:
         """Answers with a result as soon as it is there, or asks the client to try again."""
         asked = protocol.parse(types.FutureRetrieveRequest, await self._json(request))
         ready = asyncio.Event()
@@ -261,20 +250,17 @@ class App:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    async def all_checkpoints(self, request: Request) -> Response:
-        """Lists the checkpoints of all models."""
+    async def _all_checkpoints(self, request: Request) -> Response:
         shown, cursor = _page(request, self.service.store.checkpoints())
         return JSONResponse({"checkpoints": [_checkpoint(row) for row in shown], "cursor": cursor})
 
-    async def checkpoints(self, request: Request) -> Response:
-        """Lists the checkpoints of a model."""
+    async def _checkpoints(self, request: Request) -> Response:
         run = self.service.model(request.path_params["run"]).id
         return JSONResponse({
             "checkpoints": [_checkpoint(row) for row in self.service.store.checkpoints() if row.model == run]
         })  # fmt: skip
 
-    async def delete_checkpoint(self, request: Request) -> Response:
-        """Deletes a checkpoint."""
+    async def _delete_checkpoint(self, request: Request) -> Response:
         self.service.remove_checkpoint(self.service.checkpoint(_path(request)).path)
         return JSONResponse({})
 
@@ -285,16 +271,14 @@ class App:
             "lora_rank": model.rank, "last_request_time": _time(model.created), "user_metadata": model.metadata or None,
         }  # fmt: skip
 
-    async def training_run(self, request: Request) -> Response:
-        """Describes a model."""
+    async def _training_run(self, request: Request) -> Response:
         return JSONResponse(self._run(request.path_params["run"]))
 
-    async def training_runs(self, request: Request) -> Response:
-        """Lists the models, the latest first."""
+    async def _training_runs(self, request: Request) -> Response:
         shown, cursor = _page(request, self.service.store.models()[::-1])
         return JSONResponse({"training_runs": [self._run(model.id) for model in shown], "cursor": cursor})
 
-    async def external_urls(self, request: Request) -> Response:
+    async def _external_urls(self, request: Request) -> Response:
         """Returns addresses from which the files of a checkpoint can be fetched for some time, without the key."""
         path = _path(request)
         self.service.checkpoint(path)
@@ -311,7 +295,7 @@ class App:
     def _signature(self, *parts: str) -> str:
         return hmac.digest(self._secret, "/".join(parts).encode(), "sha256").hex()
 
-    async def file(self, request: Request) -> Response:
+    async def _file(self, request: Request) -> Response:
         """Sends a file of a checkpoint, to those who have its signed address."""
         run, name, file = (request.path_params[part] for part in ("run", "name", "file"))
         expires, key = request.query_params.get("expires", ""), request.query_params.get("key", "")

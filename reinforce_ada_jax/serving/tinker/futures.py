@@ -31,8 +31,7 @@ class SampleFutures:
     def __contains__(self, request_id: str) -> bool:
         return any(request_id in each for each in (self.waiting, self._answered, self._fetched))
 
-    def num_waiting(self) -> collections.Counter[str]:
-        """Returns the number of requests that wait of each session."""
+    def num_waiting(self) -> collections.Counter[str]:  # of each session
         return collections.Counter(future.session for future in self.waiting.values())
 
     def add(self, request_id: str, session: str) -> SampleFuture:
@@ -52,11 +51,7 @@ class SampleFutures:
                 results.popitem(last=False)
 
     def fetch(self, request_id: str) -> Result | None:
-        """Returns the answer for the client; None if the future waits.
-
-        Raises:
-          KeyError: there is no such future.
-        """
+        """Returns the answer for the client; None if the future waits, KeyError if there is none."""
         if request_id in self.waiting:
             return None
         if request_id in self._answered:

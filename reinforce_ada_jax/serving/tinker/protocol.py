@@ -41,19 +41,12 @@ def parse(kind: type[Model], body: bytes) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class LossRequest:
-    """Request for `forward` or `forward_backward`.
+    """Request for `forward` or `forward_backward`."""
 
-    Attributes:
-      rows: one for each datum.
-      loss: a name of `LOSSES`.
-      clip: bounds of its ratio.
-      forward_only: no gradient is wanted.
-    """
-
-    rows: list[LossRow]
-    loss: str
-    clip: Clip
-    forward_only: bool
+    rows: list[LossRow]  # one for each datum
+    loss: str  # a name of `LOSSES`
+    clip: Clip  # bounds of its ratio
+    forward_only: bool  # no gradient is wanted
 
 
 def parse_loss_message(body: bytes) -> pb2.ForwardBackwardRequest:
@@ -65,11 +58,7 @@ def parse_loss_message(body: bytes) -> pb2.ForwardBackwardRequest:
 
 
 def parse_loss_request(body: bytes, vocab_size: int, max_tokens: int) -> LossRequest:
-    """Returns the content of a `forward_backward` request.
-
-    Raises:
-      ValueError: the request is none, or asks for something that is not there.
-    """
+    """Returns the content of a `forward_backward` request; ValueError where it asks for what is not there."""
     message = parse_loss_message(body)
     if message.loss_fn not in LOSSES:
         raise ValueError(f"loss_fn is {message.loss_fn!r:.80}; this server has {', '.join(LOSSES)}.")

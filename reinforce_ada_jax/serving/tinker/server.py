@@ -37,11 +37,7 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
 
 
 def start_worker(settings: ServerSettings, models: list[Served]) -> tuple[Service, Worker]:
-    """Reads weights, brings back what the work directory has, and compiles what sampling runs; the thread waits.
-
-    Raises:
-      ValueError: the work directory is in use, or belongs to other models.
-    """
+    """Reads weights, brings back what the work directory has, and compiles what sampling runs; the thread waits."""
     bases = {served.name: make_base(settings, served) for served in models}
     service = Service(settings, pathlib.Path(settings.workdir).absolute(), bases)
     worker = Worker(service)

@@ -24,12 +24,12 @@ from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 from reinforce_ada_jax.serving.http import Refusal, Served
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings
-from reinforce_ada_jax.serving.text_stops import TextStops
 from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank, LoadedAdapter
 from reinforce_ada_jax.serving.tinker.futures import SampleFuture, SampleFutures
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
 from reinforce_ada_jax.serving.tinker.store import MOST_SEQ, CheckpointRow, ModelRow, SamplerRow, Store
+from reinforce_ada_jax.serving.tinker.text_stops import TextStops
 
 # Stop tokens of one request.
 MAX_STOPS = 8
@@ -50,12 +50,10 @@ class Base(Served):
 
     @property
     def architecture(self) -> Architecture:
-        """Architecture of the model."""
         return self.engine.architecture
 
     @property
     def options(self) -> EngineOptions:
-        """Options of the engine that samples."""
         return self.engine.options
 
     @property
@@ -277,9 +275,7 @@ class Service:
                 result = protocol.error_result(str(error), category)
             self._finish_sample(request_id, result)
 
-        stops = (
-            TextStops(texts, base.tokenizer.decode, lambda index: base.sampler.cancel(job, index)) if texts else None
-        )
+        stops = TextStops(base.tokenizer, texts, lambda index: base.sampler.cancel(job, index)) if texts else None
         future.job = job = SampleJob(
             id=request_id,
             tokens=tokens,
@@ -299,10 +295,7 @@ class Service:
     def _prompt_logprobs(
         self, base: Base, adapter: str, tokens: Int32[np.ndarray, " T"], last: int | None
     ) -> Float[np.ndarray, " T"]:
-        """Returns the log-probability of each prompt token, nan for the first one and those that nobody asked for.
-
-        In the thread that owns the devices.
-        """
+        """Returns the log-probability of each prompt token, nan for the first one and those that nobody asked for."""
         logprobs = np.full(len(tokens), np.nan, np.float32)
         if len(tokens) > 1:
             if adapter:
@@ -335,11 +328,7 @@ class Service:
                 self._drop(request_id, "the client cancelled this request.")
 
     def result(self, request_id: str) -> Result | None:
-        """Returns the result of a future, or None while there is none.
-
-        Raises:
-          Refusal: the future is unknown. The client then sends a request for samples again.
-        """
+        """Returns the result of a future, or None while there is none; after a refusal the client samples again."""
         with self.lock:
             if request_id in self.samples:
                 return self.samples.fetch(request_id)

@@ -39,31 +39,18 @@ CREATE INDEX IF NOT EXISTS waiting ON requests (model, seq) WHERE result IS NULL
 
 @dataclasses.dataclass(frozen=True)
 class ModelRow:
-    """A model: adapters in training.
-
-    Attributes:
-      id: that the client uses.
-      session: that created it.
-      base: name of the model that is adapted.
-      rank: of the adapters.
-      targets: that have adapters.
-      metadata: of the user.
-      next_seq: number of the request that runs next.
-      state_seq: number of the request after which the stored state is.
-      created: time of it.
-      ended: why nothing can be trained any more; None while it can.
-    """
+    """A model: adapters in training."""
 
     id: str
     session: str
     base: str
     rank: int
     targets: Sequence[str]
-    metadata: dict[str, Any]
-    next_seq: int
-    state_seq: int
+    metadata: dict[str, Any]  # of the user
+    next_seq: int  # number of the request that runs next
+    state_seq: int  # number of the request after which the stored state is
     created: float
-    ended: str | None
+    ended: str | None  # why nothing can be trained any more; None while it can
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +103,7 @@ class Store:
     """The SQLite file of a work directory, used by several threads."""
 
     def __init__(self, workdir: pathlib.Path):
-        """Opens the file, or makes it.
-
-        Raises:
-          ValueError: another server has it open.
-        """
+        """Opens the file, or makes it; ValueError if another server has it open."""
         workdir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._db = sqlite3.connect(workdir / FILE, check_same_thread=False, isolation_level=None, timeout=1.0)
@@ -137,7 +120,6 @@ class Store:
             ) from error
 
     def close(self) -> None:
-        """Closes the file."""
         with self._lock:
             self._db.close()
 
@@ -161,6 +143,10 @@ class Store:
         with self._lock:
             return self._db.execute(statement, values).fetchall()
 
+    def _one(self, kind: type[Row], statement: str, *values: Any) -> Row | None:
+        rows = self._run(statement, *values)
+        return _record(kind, rows[0]) if rows else None
+
     def _insert(self, table: str, row: Any, conflict: str = "ABORT") -> None:
         values = [json.dumps(value) if isinstance(value, tuple | dict) else value for value in vars(row).values()]
         places = ", ".join("?" * len(values))
@@ -169,7 +155,6 @@ class Store:
     # ---- sessions ------------------------------------------------------------------------------------------------
 
     def add_session(self, session: str) -> None:
-        """Adds a session."""
         self._run("INSERT INTO sessions (id) VALUES (?)", session)
 
     def sessions(self) -> dict[str, str | None]:
@@ -200,7 +185,6 @@ class Store:
     # ---- models --------------------------------------------------------------------------------------------------
 
     def add_model(self, model: ModelRow) -> None:
-        """Adds a model."""
         self._insert("models", model)
 
     def models(self) -> list[ModelRow]:
@@ -209,8 +193,7 @@ class Store:
 
     def model(self, model_id: str) -> ModelRow | None:
         """Returns a model, ended or not."""
-        rows = self._run("SELECT * FROM models WHERE id = ?", model_id)
-        return _record(ModelRow, rows[0]) if rows else None
+        return self._one(ModelRow, "SELECT * FROM models WHERE id = ?", model_id)
 
     def set_state(self, model: str, seq: int) -> None:
         """Names the request after which the model's stored state is."""
@@ -238,12 +221,12 @@ class Store:
 
     def next_request(self) -> RequestRow | None:
         """Returns the oldest request whose predecessors of the same model have their results."""
-        found = self._run(
+        return self._one(
+            RequestRow,
             "SELECT r.* FROM requests r LEFT JOIN models m ON m.id = r.model "
             "WHERE r.result IS NULL AND r.content_type IS NULL AND r.seq <= COALESCE(m.next_seq, 0) "
-            "ORDER BY r.number LIMIT 1"
+            "ORDER BY r.number LIMIT 1",
         )
-        return _record(RequestRow, found[0]) if found else None
 
     def done_since(self, model: str, state_seq: int, kind: str) -> list[RequestRow]:
         """Returns the requests of a kind that ran after a model's stored state was made, in order."""
@@ -257,10 +240,7 @@ class Store:
     def finish(self, request: RequestRow, result: Result, *, replayed: bool) -> None:
         """Stores a result, unless there is one, and lets the model's next request run.
 
-        Args:
-          request: that it answers.
-          result: for the client.
-          replayed: the request may have to run again after a kill, and keeps its body.
+        A request that is `replayed` may have to run again after a kill, and keeps its body.
         """
         body = request.body if replayed else None
         with self.transaction():
@@ -295,9 +275,7 @@ class Store:
         self._insert("samplers", sampler, "IGNORE")
 
     def sampler(self, sampler_id: str) -> SamplerRow | None:
-        """Returns a sampling session."""
-        rows = self._run("SELECT * FROM samplers WHERE id = ?", sampler_id)
-        return _record(SamplerRow, rows[0]) if rows else None
+        return self._one(SamplerRow, "SELECT * FROM samplers WHERE id = ?", sampler_id)
 
     def add_checkpoint(self, checkpoint: CheckpointRow) -> None:
         """Adds a checkpoint, in place of one of the same path."""
@@ -308,12 +286,9 @@ class Store:
         return [_record(CheckpointRow, row) for row in self._run("SELECT * FROM checkpoints ORDER BY created")]
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
-        """Returns the checkpoint of a path."""
-        rows = self._run("SELECT * FROM checkpoints WHERE path = ?", path)
-        return _record(CheckpointRow, rows[0]) if rows else None
+        return self._one(CheckpointRow, "SELECT * FROM checkpoints WHERE path = ?", path)
 
     def remove_checkpoint(self, path: str) -> None:
-        """Forgets a checkpoint."""
         self._run("DELETE FROM checkpoints WHERE path = ?", path)
 
 

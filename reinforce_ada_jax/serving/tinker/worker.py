@@ -101,7 +101,6 @@ class Worker:
             self._add_gradient(model, request)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self, within_s: float) -> bool:

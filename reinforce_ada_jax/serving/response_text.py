@@ -45,14 +45,11 @@ def prompt_pieces(tokenizer: Tokenizer, tokens: Int[np.ndarray, " T"], given: st
 
 
 class ResponseText:
-    """Growing text of a response, after that of its prompt if the request wants it.
+    """Growing text of a response, up to a stop text, and after the text of its prompt if the request wants it.
 
-    Attributes:
-      text: what there is of it, up to a stop text.
-      pieces: the tokens of the text, if asked for. Joined, they are the text: bytes of a character that is not complete
-        belong to the token that completes it. With `keep_end` a token that ends the response comes last.
-      num_tokens: generated tokens up to the end of the response, which a stop text or a stop token may be.
-      at_stop_text: True if a stop text has come.
+    `num_tokens` are those generated up to the end of the response, which a stop text or a stop token may be. Joined,
+    the `pieces` are the text: bytes of a character that is not complete belong to the token that completes it. With
+    `keep_end` a token that ends the response comes last.
     """
 
     def __init__(
