@@ -32,7 +32,7 @@ from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.loss import SampledTokens, policy_loss
 from reinforce_ada_jax.learning.scan_logprobs import TILE, HeadConfig
 from reinforce_ada_jax.learning.token_losses import LossConfig
-from reinforce_ada_jax.policy.logprobs import distribution
+from reinforce_ada_jax.policy.transformer import distribution
 
 TEMPERATURE = 1.0
 # Positions of a row that "chunked" takes at a time.

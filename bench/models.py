@@ -8,9 +8,8 @@ from jaxtyping import Float, Int
 
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
-from reinforce_ada_jax.policy.logprobs import distribution
 from reinforce_ada_jax.policy.presets import PUBLISHED
-from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.policy.transformer import Params, distribution
 
 LOGPROB_TOLERANCE = 1e-4
 

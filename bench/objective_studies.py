@@ -67,6 +67,17 @@ def allocations(section: CollectionConfig, pass_rates: Float[np.ndarray, " P"]) 
     return result
 
 
+def value(objective: Objective, p: Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
+    """Computes f(p); p is above 0 and below 1."""
+    if objective.name in ("log", "maxrl"):
+        return np.log(p)
+    if objective.name == "power":
+        return p**objective.alpha
+    if objective.name == "pass_at_k":
+        return -np.expm1(objective.k * np.log1p(-p))
+    return p
+
+
 def objectives(inputs: Inputs) -> None:
     """Reports f and f' of the objectives, and the draws that each allocation gives a prompt of pass rate p."""
     rates = inputs.pass_rates
@@ -74,7 +85,7 @@ def objectives(inputs: Inputs) -> None:
         raise ValueError("--study=objectives needs pass rates above 0 and below 1, where log p has a slope.")
     first = next(iter(inputs.sections.values()))
     shown = {label(each): each for each in (objective_of(first, name) for name in SHOWN)}
-    values = {name: np.asarray(each.value(rates)) for name, each in shown.items()}
+    values = {name: np.asarray(value(each, rates)) for name, each in shown.items()}
     weights = {name: np.asarray(each.weight(rates)) for name, each in shown.items()}
     draws = {entry: allocations(section, rates) for entry, section in inputs.sections.items()}
     print(f"f(p) of E[f(p)]\n{rate_table(rates, values)}\n")

@@ -7,6 +7,7 @@ to the rounding of the machine. It solves about a fifth of the words, most of th
 of four is often all wrong. `fit` also trains the first policies of other examples.
 """
 
+import functools
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,51 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Response
 
 UPDATES, BATCH_SIZE, LEARNING_RATE, WARMUP_UPDATES = 210, 128, 3e-3, 20
+
+_DEMONSTRATOR_SEED = 2609
+NUM_HARD = 22
+KNOWN_PROBABILITY = (0.88, 0.99)
+HARD_PROBABILITY = (0.03, 0.12)
+TYPICAL_ERROR_SHARE = 0.8
+
+
+@functools.cache
+def demonstrator() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the errors of the demonstrator.
+
+    Returns:
+      float[64], the probability that it deciphers symbol i correctly: 42 symbols in 0.88..0.99, 22 hard ones in
+        0.03..0.12, so that a third of the letters is wrong and a fifth of the words is correct.
+      int[64], the wrong letter that it typically gives for symbol i.
+    """
+    rng = np.random.default_rng(_DEMONSTRATOR_SEED)
+    right = rng.uniform(*KNOWN_PROBABILITY, size=len(cipher.SYMBOLS))
+    hard = rng.permutation(len(cipher.SYMBOLS))[:NUM_HARD]
+    right[hard] = rng.uniform(*HARD_PROBABILITY, size=NUM_HARD)
+    return right, _other_letters(cipher.key(), rng)
+
+
+def _other_letters(letters: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Returns another letter for each letter, uniform over the 63 others."""
+    return (letters + rng.integers(1, len(cipher.LETTERS), size=letters.shape)) % len(cipher.LETTERS)
+
+
+def demonstrations(count: int, seed: int | np.random.Generator) -> list[tuple[str, str]]:
+    """Returns `count` pairs (problem, answer of the demonstrator), of training words drawn with replacement.
+
+    Each letter is correct with its symbol's probability. 80 % of the errors are the symbol's typical one, the rest are
+    uniform over the 63 wrong letters.
+    """
+    rng = np.random.default_rng(seed)
+    right, typical = demonstrator()
+    drawn = [cipher.words("train")[i] for i in rng.integers(cipher.SPLIT_SIZES["train"], size=count)]
+    symbols = np.array([cipher.SYMBOLS.index(symbol) for word in drawn for symbol in word], int)
+    wrong = np.where(
+        rng.random(symbols.shape) < TYPICAL_ERROR_SHARE, typical[symbols], _other_letters(cipher.key()[symbols], rng)
+    )
+    letters = np.where(rng.random(symbols.shape) < right[symbols], cipher.key()[symbols], wrong)
+    answers = iter(cipher.LETTERS[letter] for letter in letters)
+    return [(cipher.problem_text(word), "".join(next(answers) for _ in word)) for word in drawn]
 
 
 def make_architecture(tokenizer: Tokenizer) -> Architecture:
@@ -72,7 +118,7 @@ def demonstration_batch(
 ) -> Batch:
     """A batch of the demonstrator's answers, each ended by the stop token."""
     rows = []
-    for problem, answer in cipher.demonstrations(BATCH_SIZE, rng):
+    for problem, answer in demonstrations(BATCH_SIZE, rng):
         tokens = np.append(tokenizer.encode(answer, add_special_tokens=False), tokenizer.stop_ids[0]).astype(np.int32)
         response = Response("", 0, tokens, np.zeros(len(tokens), np.float32), False)
         rows.append(Example(tokenizer.encode(problem), response))

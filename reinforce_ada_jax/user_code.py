@@ -18,12 +18,10 @@ from typing import Any
 
 
 def check(path: pathlib.Path, setting: str, name: str) -> None:
-    """Checks that a file defines a name, without running the file.
+    """Checks that a file defines a function or class, without running the file.
 
-    Args:
-      path: the file.
-      setting: beginning of an error message: "collection.strategy is 'mine.py:triple'".
-      name: of the function or class; any name, if the file imports all names of a module.
+    `setting` begins the error message: "collection.strategy is 'mine.py:triple'". Any name will do, if the file imports
+    all names of a module.
 
     Raises:
       ValueError: there is no such file, its name doesn't end in .py, it is not valid Python, or it defines no such
@@ -75,11 +73,7 @@ def run(path: pathlib.Path) -> types.ModuleType:
 
 
 def load(reference: str, setting: str) -> Callable[..., Any]:
-    """Returns the function or class that "file.py:name" names; runs the file.
-
-    Args:
-      reference: the file and the name.
-      setting: beginning of an error message, as for `check`.
+    """Returns the function or class that "file.py:name" names; runs the file. `setting` is as for `check`.
 
     Raises:
       ValueError: the file is missing or not valid Python, or defines no such function.

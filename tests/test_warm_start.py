@@ -35,6 +35,39 @@ def test_it_begins_with_biases_of_unit_variance():
     assert abs(values.mean()) < 3 / 16 and abs(values.std() - 1) < 3 / 16 / 2**0.5
 
 
+def test_the_demonstrator_never_changes():
+    assert warm_start.demonstrations(3, seed=0) == [("ДюдНЕ.=", "BQApq"), ("ЩНг...=", "/nD"), ("тЕэЧЦЛ=", "zq/6aH")]
+
+
+def test_demonstrator_errs_as_described():
+    right, typical = warm_start.demonstrator()
+    assert np.sum((right >= 0.88) & (right <= 0.99)) == 42
+    assert np.sum((right >= 0.03) & (right <= 0.12)) == 22
+    assert np.all(typical != cipher.key())
+
+    answers = {problem["problem"]: problem["answer"] for problem in cipher.problems("train")}
+    pairs = warm_start.demonstrations(20_000, seed=1)
+    assert all(len(answer) == len(answers[problem]) for problem, answer in pairs)
+    # float[3, 64]: how often a symbol was drawn, read rightly, and read as its typical error.
+    counts = np.zeros((3, 64))
+    for problem, answer in pairs:
+        for symbol, letter in zip(problem, answer, strict=False):
+            i = cipher.SYMBOLS.index(symbol)
+            counts[:, i] += 1, letter == cipher.LETTERS[cipher.key()[i]], letter == cipher.LETTERS[typical[i]]
+    drawn, read_rightly, read_typically = counts
+    # About 1,250 draws of a symbol: a standard deviation of at most 0.014 in each frequency.
+    assert np.abs(read_rightly / drawn - right).max() < 0.06
+    # 80 % of the errors, and one in 63 of the other 20 %.
+    expected = (1 - right) * (0.8 + 0.2 / 63)
+    assert np.abs(read_typically / drawn - expected).max() < 0.06
+
+
+def test_demonstrations_take_a_generator():
+    rng = np.random.default_rng(0)
+    assert warm_start.demonstrations(3, rng) == warm_start.demonstrations(3, seed=0)
+    assert warm_start.demonstrations(3, rng) != warm_start.demonstrations(3, seed=0)  # it moved on
+
+
 def test_demonstrations_as_rows():
     batch = warm_start.demonstration_batch(TOKENIZER, np.random.default_rng(0), 8, 8)
     again = warm_start.demonstration_batch(TOKENIZER, np.random.default_rng(0), 8, 8)
@@ -45,7 +78,8 @@ def test_demonstrations_as_rows():
     (stop,) = TOKENIZER.stop_ids
     last = 8 + response_length - 1
     assert (batch.tokens[np.arange(128), last] == stop).all()
-    assert TOKENIZER.decode(batch.tokens[0, 8 : last[0]]) == cipher.demonstrations(128, np.random.default_rng(0))[0][1]
+    (_, answer), *_ = warm_start.demonstrations(128, np.random.default_rng(0))
+    assert TOKENIZER.decode(batch.tokens[0, 8 : last[0]]) == answer
 
 
 def heldout(folder, output):

@@ -166,22 +166,15 @@ def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> In
 
 
 class GroupTerms(NamedTuple):
-    """Sums over the kept responses of a pool.
+    """Sums over the kept responses of a pool."""
 
-    Attributes:
-      kept_correct, kept_wrong: numbers of rows.
-      sum_correct, sum_wrong: sums of their advantages.
-      squares_correct, squares_wrong: sums of the squares of their advantages.
-      zero: all advantages are 0.
-    """
-
-    kept_correct: int
-    kept_wrong: int
-    sum_correct: float
-    sum_wrong: float
-    squares_correct: float
-    squares_wrong: float
-    zero: bool
+    kept_correct: int  # numbers of rows
+    kept_wrong: int  # numbers of rows
+    sum_correct: float  # sums of their advantages
+    sum_wrong: float  # sums of their advantages
+    squares_correct: float  # sums of the squares of their advantages
+    squares_wrong: float  # sums of the squares of their advantages
+    zero: bool  # all advantages are 0
 
 
 def group_terms(

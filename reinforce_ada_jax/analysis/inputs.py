@@ -18,21 +18,13 @@ NUM_RATES = 11
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """Inputs of one analysis.
+    """Inputs of one analysis."""
 
-    Attributes:
-      sections: the `collection` section of each strategy, by the name that the user gave it.
-      pass_rates: pass rates to analyse.
-      prompts: pass rates of a prompt set, where there is one.
-      output: folder for the figure and its numbers; None: no files.
-      tokens_per_response: mean length of a response, where it is known.
-    """
-
-    sections: Mapping[str, CollectionConfig]
-    pass_rates: Float[np.ndarray, " P"]
-    prompts: Float[np.ndarray, " N"] | None = None
-    output: str | None = None
-    tokens_per_response: int | None = None
+    sections: Mapping[str, CollectionConfig]  # `collection` section of each strategy, by its name
+    pass_rates: Float[np.ndarray, " P"]  # pass rates to analyse
+    prompts: Float[np.ndarray, " N"] | None = None  # pass rates of a prompt set, where there is one
+    output: str | None = None  # folder for the figure and its numbers; None: no files
+    tokens_per_response: int | None = None  # mean length of a response, where it is known
 
 
 def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig:

@@ -176,10 +176,8 @@ def keep_draws(strategy: Strategy, correct: Bool[np.ndarray, " N"]) -> Int[np.nd
 def kept_draws(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None) -> Int[np.ndarray, " n"]:
     """Returns the draw indices of the responses that reach the update, ascending; none: the prompt is dropped.
 
-    Args:
-      pool: every response of a prompt.
-      strategy: decides by its `keep`, `max_age` and `drop_unmet`, in this order.
-      ages: updates since each response was drawn; None: all are fresh.
+    The strategy decides by its `keep`, `max_age` and `drop_unmet`, in this order. `ages` are the updates since each
+    response was drawn; None: all are fresh.
     """
     kept = keep_draws(strategy, pool.correct)
     kept = kept[_usable(pool, strategy, ages)[kept]]

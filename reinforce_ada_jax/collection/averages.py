@@ -16,13 +16,9 @@ Sums = Mapping[str, tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Averages:
-    """Decayed averages.
+    """Decayed averages."""
 
-    Attributes:
-      sums: by name, the decayed total of what was observed, and the decayed number of observations.
-    """
-
-    sums: Sums = dataclasses.field(default_factory=dict)
+    sums: Sums = dataclasses.field(default_factory=dict)  # by name: decayed total, decayed number of observations
 
     def mean(self, name: str, default: float) -> float:
         """Returns an average; `default` where nothing was observed."""

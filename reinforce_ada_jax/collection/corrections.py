@@ -48,11 +48,7 @@ def stratified(objective: Objective, keep: Callable[[np.ndarray], np.ndarray]) -
         a_i = w(p_hat) (r_i - mean) / N * (k / k_kept for correct rows, (N - k) / (n - k_kept) for wrong ones)
 
     Then A+ = w p_hat (1 - p_hat) = -A-, which the whole pool would give. The bias of the stopping rule and of p_hat
-    stays.
-
-    Args:
-      objective: gives w.
-      keep: bool[N'] verdicts of the usable draws -> indices of those to keep.
+    stays. `keep` maps the verdicts of the usable draws to the indices of those to keep.
     """
 
     def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
@@ -71,14 +67,9 @@ def first_success_weight(objective: Objective, round_size: int, begin: int, num_
 
         C(b, k) = sum over j < M of c_{b + j} binom(M - j - 1, k - 1) / binom(M, k)
 
-    The first correct draw of all is number j with probability p (1 - p)^j, so a weight c_j on it has the signal
-    sum_j c_j (1 - p)^j. C(b, k) is its mean over the orders of k correct draws among the M of the round.
-
-    Args:
-      objective: gives the series c_j of f'(p) = sum_j c_j (1 - p)^j.
-      round_size: M, draws of the round.
-      begin: b, draws of the rounds before it.
-      num_correct: k, from 1 to M.
+    The first correct draw of all is number j with probability p (1 - p)^j, so a weight c_j on it has the signal sum_j
+    c_j (1 - p)^j, the series of f'(p). C(b, k) is its mean over the orders of k correct draws among the M of the round,
+    with b draws in the rounds before it.
     """
     series = objective.series(begin + round_size)[begin:]
     ways = [math.comb(round_size - j - 1, num_correct - 1) for j in range(round_size)]
@@ -219,13 +210,7 @@ def maxrl(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
 
 
 def from_settings(config: CollectionConfig, objective: Objective, max_draws: int | None) -> dict[str, Any]:
-    """Returns the fields of a `Strategy` that a correction sets; none where advantages are as published.
-
-    Args:
-      config: the `collection` section.
-      objective: its objective.
-      max_draws: limit of the draws for one prompt; None: no limit.
-    """
+    """Returns the fields of a `Strategy` that a correction sets; none where advantages are as published."""
     kind = collection_rules.correction(config)
     if kind == "exact":
         return _exact(config, objective, max_draws)

@@ -10,17 +10,10 @@ from jaxtyping import Bool, Int
 
 
 def deal(sizes: Sequence[int], num_minibatches: int) -> list[list[int]]:
-    """Deals groups to minibatches of about equal numbers of groups and rows.
+    """Deals groups to minibatches of about equal numbers of groups and rows; returns the indices of each, ascending.
 
     The largest group first, in the order 0 1 2 2 1 0 ...: two minibatches differ by at most one group, and by at most
-    the rows of the largest group. Groups without rows are left out.
-
-    Args:
-      sizes: rows of each group.
-      num_minibatches: at least 1.
-
-    Returns:
-      For every minibatch the indices of its groups, ascending; with few groups a minibatch may be empty.
+    the rows of the largest group. Groups without rows are left out, and with few groups a minibatch may be empty.
     """
     largest_first = sorted((index for index, size in enumerate(sizes) if size), key=lambda index: -sizes[index])
     order = [*range(num_minibatches), *reversed(range(num_minibatches))]

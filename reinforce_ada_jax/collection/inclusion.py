@@ -18,10 +18,7 @@ def relative_probabilities(
 ) -> Float[np.ndarray, " N"]:
     """Returns probabilities q relative to equal ones: (1 - uniform) sizes / mean + uniform.
 
-    Args:
-      sizes: at least 0, of N kinds of prompts; all 0: equal ones.
-      shares: of the kinds in the data; their sum is 1.
-      uniform: share of equal probabilities, from 0 to 1.
+    `shares` are those of the kinds of prompts in the data; their sum is 1. Where all sizes are 0, q is 1.
     """
     mean = float(shares @ sizes)
     return (1.0 - uniform) * (sizes / mean) + uniform if mean > 0 else np.ones(len(sizes))
@@ -31,11 +28,6 @@ def inclusion_probabilities(sizes: Float[np.ndarray, " N"], count: int, uniform:
     """Returns pi_x = min(1, a multiple of q_x), for the q of `relative_probabilities`, with the sum `count`.
 
     No pi_x is below uniform * count / N, so no prompt counts more than 1 / uniform times.
-
-    Args:
-      sizes: at least 0, of N prompts; all 0: equal ones.
-      count: n, from 1 to N.
-      uniform: share of equal probabilities, above 0 and at most 1.
     """
     q = relative_probabilities(sizes, np.full(len(sizes), 1.0 / len(sizes)), uniform)
     certain = np.full(len(sizes), count == len(sizes))
@@ -50,15 +42,10 @@ def inclusion_probabilities(sizes: Float[np.ndarray, " N"], count: int, uniform:
 def systematic_sample(
     pi: Float[np.ndarray, " N"], order: Int[np.ndarray, " N"], uniform: float
 ) -> Int[np.ndarray, " n"]:
-    """Returns the indices of a sample that includes x with probability pi_x, without repetition.
+    """Returns the indices of a sample that includes x with probability pi_x in (0, 1], without repetition.
 
-    The intervals of lengths pi_x are placed side by side in the given order. The points `uniform`, `uniform` + 1, ...
-    select the intervals that they lie in (Madow, 1949).
-
-    Args:
-      pi: in (0, 1], with a whole sum n.
-      order: a permutation of the indices.
-      uniform: a random number in [0, 1).
+    The intervals of lengths pi_x, with a whole sum n, are placed side by side in the given order. The points `uniform`,
+    `uniform` + 1, ... select the intervals that they lie in (Madow, 1949); `uniform` is random in [0, 1).
     """
     certain, others = order[pi[order] >= 1.0], order[pi[order] < 1.0]
     if not len(others):

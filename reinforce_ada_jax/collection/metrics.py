@@ -23,21 +23,16 @@ def sampling_dynamics(
 ) -> dict[str, float | int]:
     """Computes how draws are distributed over prompts, when rules were met, and why others were not.
 
-    Args:
-      groups: of all prompts.
-      group_size: n.
-      num_prompts: number of prompts before replacements.
-      thresholds: (k_pos, k_neg).
+    `thresholds` are (k_pos, k_neg), and `num_prompts` is the number of prompts before replacements.
 
     Returns:
       Under `collection/`, for k = 1 to the last round drawn (at most 32): `active_round_<k>`, prompts that drew a k-th
       round; `met_round_<k>`, prompts whose rule was met within k rounds; `met_k_pos_round_<k>`, prompts with at least
-      k_pos correct responses in their first k rounds. `draws_mean`, `draws_p10`, `draws_p50`,
-      `draws_p90`, `draws_max`, responses per prompt; `extra_samples`, all responses minus the n * num_prompts of GRPO:
-      negative where fewer are drawn. Shares of all prompts: with fewer than k_pos correct responses at the end
-      (`below_k_pos_share`), with fewer than k_neg wrong ones (`below_k_neg_share`); of those whose rule was not met,
-      with no correct response (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). The rest of
-      `unmet_share` has both, but too few of one.
+      k_pos correct responses in their first k rounds. `draws_mean`, `draws_p10`, `draws_p50`, `draws_p90`, `draws_max`,
+      responses per prompt; `extra_samples`, all responses minus the n * num_prompts of GRPO: negative where fewer are
+      drawn. Shares of all prompts: with fewer than k_pos correct responses at the end (`below_k_pos_share`), with fewer
+      than k_neg wrong ones (`below_k_neg_share`); of those whose rule was not met, with no correct response
+      (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). The rest of `unmet_share` has too few of one.
     """
     pools = [group.pool for group in groups]
     rounds = np.array([pool.rounds for pool in pools])

@@ -36,17 +36,6 @@ class Objective:
     k: int = 1
     epsilon: float = 0.0
 
-    def value(self, p: Numbers) -> Numbers:
-        """Computes f(p); p is above 0 for "log" and "maxrl"."""
-        p = np.asarray(p, np.float64)
-        if self.name in ("log", "maxrl"):
-            return np.log(p)
-        if self.name == "power":
-            return p**self.alpha
-        if self.name == "pass_at_k":
-            return -np.expm1(self.k * np.log1p(-p))
-        return p
-
     def weight(self, p: Numbers) -> Numbers:
         """Computes w(p) = f'(p)."""
         return weight(self.name, p, alpha=self.alpha, k=self.k)

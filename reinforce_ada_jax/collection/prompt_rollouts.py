@@ -21,33 +21,19 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class PromptRollouts:
-    """Rollouts of one prompt.
+    """Rollouts of one prompt."""
 
-    Attributes:
-      prompt: the prompt.
-      index: its position in the collection; rounds that are complete at the same time are verified in this order.
-      prefetch: the prompt belongs to the next collection.
-      estimate: expected pass rate, where the strategy plans.
-      planned: planned draws, where the strategy plans.
-      phase: changed by methods only, except for HELD and CLOSED, which are the queue's decisions.
-      responses: one for each draw of the rounds so far, by draw; None where it is missing.
-      verdicts: those of the finished rounds, by draw.
-      rounds: finished rounds.
-      round_sizes: draws of each started round.
-      speculative: draws that follow those of the started rounds, by number; None where the response is missing.
-    """
-
-    prompt: Prompt
-    index: int
-    prefetch: bool = False
-    estimate: float | None = None
-    planned: int | None = None
-    phase: Phase = Phase.WAITING
-    responses: list[Response | None] = dataclasses.field(default_factory=list)
-    verdicts: list[Verdict] = dataclasses.field(default_factory=list)
-    rounds: int = 0
-    round_sizes: list[int] = dataclasses.field(default_factory=list)
-    speculative: dict[int, Response | None] = dataclasses.field(default_factory=dict)
+    prompt: Prompt  # the prompt
+    index: int  # its position in the collection; rounds that are complete at the same time are verified in this order
+    prefetch: bool = False  # the prompt belongs to the next collection
+    estimate: float | None = None  # expected pass rate, where the strategy plans
+    planned: int | None = None  # planned draws, where the strategy plans
+    phase: Phase = Phase.WAITING  # changed by methods only, except for HELD and CLOSED, which are the queue's decisions
+    responses: list[Response | None] = dataclasses.field(default_factory=list)  # by draw; None: missing
+    verdicts: list[Verdict] = dataclasses.field(default_factory=list)  # of the finished rounds, by draw
+    rounds: int = 0  # finished rounds
+    round_sizes: list[int] = dataclasses.field(default_factory=list)  # draws of each started round
+    speculative: dict[int, Response | None] = dataclasses.field(default_factory=dict)  # by draw; None: missing
 
     @property
     def next_draw(self) -> int:

@@ -161,11 +161,8 @@ class Shuffled:
     def __init__(self, prompts: list[Prompt], seed: int, *, extra_batches: int = 0, overlaps: bool = False):
         """Begins the first epoch.
 
-        Args:
-          prompts: the data.
-          seed: of the order.
-          extra_batches: most replacements of an iteration, in units of its prompts.
-          overlaps: idle slots begin the next iteration's prompts, so replacements are not taken from these.
+        An iteration has at most `extra_batches` times its prompts as replacements. With `overlaps` idle slots begin the
+        next iteration's prompts, so replacements are not taken from these.
         """
         self._prompts, self._cursor = prompts, PromptCursor(seed)
         self._extra_batches, self._overlaps = extra_batches, overlaps
@@ -229,12 +226,7 @@ class Proportional:
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, uniform: float = UNIFORM):
-        """Begins without a draw.
-
-        Args:
-          prompts: the data.
-          uniform: share of equal probabilities, above 0: no prompt counts more than 1 / uniform times.
-        """
+        """Begins without a draw; no prompt counts more than 1 / `uniform` times."""
         self._prompts, self._uniform = prompts, uniform
         self._ids = [prompt.id for prompt in prompts]
         self._pass_rates = Ema(**PASS_RATE)
@@ -300,12 +292,6 @@ def _noise(group: Group) -> float:
 
 def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_batches: int = 0) -> Selection:
     """Returns the selection that the `collection` section of a configuration describes.
-
-    Args:
-      config: the section.
-      prompts: the data.
-      seed: of the run.
-      extra_batches: of the strategy.
 
     Raises:
       ValueError: there are too few prompts; or the section names a class that is missing, or makes no selection.

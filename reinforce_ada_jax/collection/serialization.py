@@ -17,17 +17,11 @@ from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Ver
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CollectedShard:
-    """Results of one process.
+    """Results of one process."""
 
-    Attributes:
-      pools: one for each of its prompts.
-      partial: partial rollouts of prompts of the next collection, by prompt id.
-      counts: counters of its sampler.
-    """
-
-    pools: list[Pool]
-    partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
-    counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
+    pools: list[Pool]  # one for each of its prompts
+    partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # of the next prompts, by their ids
+    counts: dict[str, float | int] = dataclasses.field(default_factory=dict)  # of its sampler
 
     @property
     def num_responses(self) -> int:

@@ -28,10 +28,7 @@ LENGTH_SPREAD = 0.4
 def simulated(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> tuple[float, float]:
     """Returns busy slot time and duration of one collection, in lengths of a response, without draws ahead of verdicts.
 
-    Args:
-      strategy: stopping rule.
-      pass_rates: of the prompts, which are correct at random with these probabilities.
-      slots: responses decoded at the same time.
+    Responses to a prompt are correct at random, with its pass rate as the probability.
     """
     prompts = [Prompt(str(row), problem="", answer="", tokens=np.zeros(1, np.int32)) for row in range(len(pass_rates))]
     busy = 0.0
@@ -85,9 +82,7 @@ def busy_share(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> f
 def choose_slots(strategy: Strategy, num_prompts: int) -> tuple[int, float]:
     """Returns the most slots of `CHOICES` of which at least the share `BUSY` is busy, or the fewest; and that share.
 
-    Args:
-      strategy: stopping rule.
-      num_prompts: prompts of an iteration. Their pass rates are taken to be spread evenly over [0, 1].
+    The pass rates of the prompts of an iteration are taken to be spread evenly over [0, 1].
     """
     pass_rates = spread(num_prompts)
     for slots in CHOICES[:-1]:

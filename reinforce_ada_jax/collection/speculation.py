@@ -14,14 +14,10 @@ from reinforce_ada_jax.types import Request
 
 
 def probability_of_use(drawn: int, ahead: int) -> float:
-    """Returns the probability that a speculative draw is needed: (drawn + 1) / (drawn + ahead + 1).
+    """Returns the probability that a speculative draw is needed, after `drawn` graded draws and `ahead` others.
 
     This is the rule of succession: the probability that a prompt, whose first `drawn` draws did not meet its rule, does
     not meet it with the next `ahead` draws either, if the chance that a draw meets it is uniform in [0, 1].
-
-    Args:
-      drawn: draws of finished rounds.
-      ahead: draws after them and before this one.
     """
     return (drawn + 1) / (drawn + ahead + 1)
 
@@ -29,13 +25,8 @@ def probability_of_use(drawn: int, ahead: int) -> float:
 def speculative_requests(prompts: Iterable[PromptRollouts], limit: int, max_draws: int | None) -> list[Request]:
     """Starts up to `limit` speculative draws, those that will most probably be needed first.
 
-    Args:
-      prompts: those whose draws may start; between rounds or closed ones get none.
-      limit: most requests.
-      max_draws: most draws of a prompt; None: no limit.
-
-    Returns:
-      Requests, each the next draw of its prompt, whose `speculative` has them as missing.
+    Prompts between rounds or closed ones get none. Each request is for the next draw of its prompt, whose `speculative`
+    has it as missing.
     """
 
     def entry(rollouts: PromptRollouts) -> tuple[float, int, PromptRollouts]:

@@ -54,19 +54,12 @@ class ReceivingQueue(RequestQueue, Protocol):
 
 @dataclasses.dataclass(eq=False)
 class _Trajectory:
-    """State of one trajectory.
+    """State of one trajectory."""
 
-    Attributes:
-      request: of the collection.
-      environment: the environment's own state.
-      turns: the model's turns so far.
-      tokens: all segments so far, by turns the model's and the environment's.
-    """
-
-    request: Request
-    environment: Any
-    turns: list[Response] = dataclasses.field(default_factory=list)
-    tokens: list[Tokens] = dataclasses.field(default_factory=list)
+    request: Request  # of the collection
+    environment: Any  # the environment's own state
+    turns: list[Response] = dataclasses.field(default_factory=list)  # the model's turns so far
+    tokens: list[Tokens] = dataclasses.field(default_factory=list)  # of all segments so far, the model's and others
 
     @property
     def num_tokens(self) -> int:
@@ -109,12 +102,9 @@ class Trajectories:
     ):
         """Makes the queue of a collection's turns.
 
-        Args:
-          environment: answers turns.
-          max_turns: most turns of the model; a trajectory that needs more counts as failed (`Verdict.failed`).
-          max_tokens: most tokens after the prompt, those of the environment included.
-          max_begun: most trajectories that have begun and not ended, for whose turns the sampler has room.
-          deterministic: see above.
+        A trajectory has at most `max_turns` turns of the model, or else counts as failed (`Verdict.failed`), and at
+        most `max_tokens` tokens after the prompt, those of the environment included. At most `max_begun` have begun and
+        not ended: the sampler has room for their turns.
         """
         self._environment, self._max_turns, self._max_tokens = environment, max_turns, max_tokens
         self._max_begun, self._deterministic = max_begun, deterministic

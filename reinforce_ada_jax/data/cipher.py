@@ -1,9 +1,8 @@
-"""Built-in task "decipherment": problems, an unreliable demonstrator, and the tokenizer.
+"""Built-in task "decipherment": problems, and the tokenizer.
 
 64 symbols (Cyrillic letters) stand for 64 letters (the base64 alphabet) under one fixed secret key. A problem is a word
 of 2 to 6 symbols, the answer is the deciphered word. Held-out words use the symbols of the training words, so they
-measure composition, not new facts. A model learns the task in minutes on two CPU cores, yet a policy warm-started on
-the demonstrator rarely solves most words: the regime in which adaptive sampling matters. `rewards.cipher` grades it.
+measure composition, not new facts. A model learns the task in minutes on two CPU cores. `rewards.cipher` grades it.
 """
 
 import functools
@@ -24,12 +23,7 @@ MIN_LENGTH, MAX_LENGTH = 2, 6
 SPLIT_SIZES = {"train": 1024, "heldout": 256}
 
 # Seeds of independent random streams.
-_KEY_SEED, _WORDS_SEED, _DEMONSTRATOR_SEED = 2510, 4996, 2609
-
-NUM_HARD = 22
-KNOWN_PROBABILITY = (0.88, 0.99)
-HARD_PROBABILITY = (0.03, 0.12)
-TYPICAL_ERROR_SHARE = 0.8
+_KEY_SEED, _WORDS_SEED = 2510, 4996
 
 
 @functools.cache
@@ -68,45 +62,6 @@ def problems(split: str) -> list[Problem]:
         Problem(id=f"{split}-{i:04d}", problem=problem_text(word), answer=decipher(word))
         for i, word in enumerate(words(split))
     ]
-
-
-@functools.cache
-def demonstrator() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the errors of the demonstrator.
-
-    Returns:
-      float[64], the probability that it deciphers symbol i correctly: 42 symbols in 0.88..0.99, 22 hard ones in
-        0.03..0.12, so that a third of the letters is wrong and a fifth of the words is correct.
-      int[64], the wrong letter that it typically gives for symbol i.
-    """
-    rng = np.random.default_rng(_DEMONSTRATOR_SEED)
-    right = rng.uniform(*KNOWN_PROBABILITY, size=len(SYMBOLS))
-    hard = rng.permutation(len(SYMBOLS))[:NUM_HARD]
-    right[hard] = rng.uniform(*HARD_PROBABILITY, size=NUM_HARD)
-    return right, _other_letters(key(), rng)
-
-
-def _other_letters(letters: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns another letter for each letter, uniform over the 63 others."""
-    return (letters + rng.integers(1, len(LETTERS), size=letters.shape)) % len(LETTERS)
-
-
-def demonstrations(count: int, seed: int | np.random.Generator) -> list[tuple[str, str]]:
-    """Returns `count` pairs (problem, answer of the demonstrator), of training words drawn with replacement.
-
-    Each letter is correct with its symbol's probability. 80 % of the errors are the symbol's typical one, the rest are
-    uniform over the 63 wrong letters.
-    """
-    rng = np.random.default_rng(seed)
-    right, typical = demonstrator()
-    drawn = [words("train")[i] for i in rng.integers(SPLIT_SIZES["train"], size=count)]
-    symbols = np.array([SYMBOLS.index(symbol) for word in drawn for symbol in word], int)
-    wrong = np.where(
-        rng.random(symbols.shape) < TYPICAL_ERROR_SHARE, typical[symbols], _other_letters(key()[symbols], rng)
-    )
-    letters = np.where(rng.random(symbols.shape) < right[symbols], key()[symbols], wrong)
-    answers = iter(LETTERS[letter] for letter in letters)
-    return [(problem_text(word), "".join(next(answers) for _ in word)) for word in drawn]
 
 
 def tokenizer_json() -> str:

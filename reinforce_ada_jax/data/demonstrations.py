@@ -100,15 +100,8 @@ def read(
 ) -> list[Demonstration]:
     """Returns the demonstrations of a source, in its order; none is cut or left out.
 
-    Args:
-      source: as for `load_problems`.
-      columns: of the prompt and of the response, as the user named them; "": by the rules.
-      tokenizer: of the model.
-      template: as for `Tokenizer.render`.
-      chat: as for `Tokenizer.render`.
-      max_prompt_tokens: limit of a prompt.
-      max_response_tokens: limit of a response with its end token.
-      report: gets a line on what was read.
+    The source is as for `load_problems`, the columns of prompt and response as the user named them, template and chat
+    as for `Tokenizer.render`. A response is counted with its end token. `report` gets a line on what was read.
 
     Raises:
       ValueError: a row has no response, or prompts or responses are longer than their limits.

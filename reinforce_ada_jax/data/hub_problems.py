@@ -38,13 +38,9 @@ def _saved(datasets: Any, folder: str, split: str) -> Any:
 def read_hub(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     """Returns the problems of a data set, in its order.
 
-    NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`, or a folder: of files that it
-    reads, or written by `save_to_disk`. `datasets` does not run code of a data set.
-
-    Args:
-      source: "hf:NAME", "hf:NAME:SPLIT", "hf:NAME:SUBSET:SPLIT", or the path of a folder. The split is train
-        unless it is named.
-      columns: those that the user named.
+    The source is "hf:NAME", "hf:NAME:SPLIT", "hf:NAME:SUBSET:SPLIT", or the path of a folder; the split is train unless
+    it is named. NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`, or a folder: of
+    files that it reads, or written by `save_to_disk`. `datasets` does not run code of a data set.
     """
     name, which = source, []
     if source.startswith(PREFIX):

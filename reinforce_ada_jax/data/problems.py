@@ -17,17 +17,11 @@ LABELS = ("subject", "subfield", "type", "level", "source")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Origin of a problem, for messages; equal to any other, because it does not belong to the problem.
+    """Origin of a problem, for messages; equal to any other, because it does not belong to the problem."""
 
-    Attributes:
-      place: file and line, or data set and row.
-      problem: the column of the text, in quotes.
-      answer: the column of the answer, in quotes, and how the answer was taken from it.
-    """
-
-    place: str = dataclasses.field(compare=False)
-    problem: str = dataclasses.field(compare=False)
-    answer: str = dataclasses.field(compare=False)
+    place: str = dataclasses.field(compare=False)  # file and line, or data set and row
+    problem: str = dataclasses.field(compare=False)  # the column of the text, in quotes
+    answer: str = dataclasses.field(compare=False)  # column of the answer, in quotes, and how it was read
 
 
 class Problem(TypedDict):

@@ -34,19 +34,12 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Columns that a user names, in place of the rules; a dot leads into an object: "extra_info.question".
+    """Columns that a user names, in place of the rules; a dot leads into an object: "extra_info.question"."""
 
-    Attributes:
-      problem: column of the text, or of messages; "": by the rules.
-      answer: column of the answer; "none": no answer, for a reward that reads none; "": by the rules.
-      required: a row without a named column is refused; otherwise the rules hold for it.
-      messages_first: `messages` precede all other columns of the text that the rules find.
-    """
-
-    problem: str = ""
-    answer: str = ""
-    required: bool = True
-    messages_first: bool = False
+    problem: str = ""  # column of the text, or of messages; "": by the rules
+    answer: str = ""  # column of the answer; "none": no answer, for a reward that reads none; "": by the rules
+    required: bool = True  # a row without a named column is refused; otherwise the rules hold for it
+    messages_first: bool = False  # `messages` precede all other columns of the text that the rules find
 
 
 BY_RULES = Columns()
@@ -175,14 +168,10 @@ def _own_id(row: Mapping[str, Any], where: str) -> str | None:
 def to_problem(
     row: Any, where: str, seen: collections.Counter[str], columns: Columns = BY_RULES, *, unique_ids: bool = True
 ) -> Problem:
-    """Returns a row as a problem.
+    """Returns a row, an object with JSON values, as a problem.
 
-    Args:
-      row: an object with JSON values.
-      where: file and line, with which errors begin.
-      seen: ids made so far; of two that are equal the second gets "-2".
-      columns: those that the user named.
-      unique_ids: ids of the rows themselves may not be repeated; otherwise the second gets "-2".
+    `where` is file and line, with which errors begin; `seen` counts the ids so far. Of two equal ids the second gets
+    "-2", but with `unique_ids` those of the rows themselves may not be repeated.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: a {type(row).__name__}. One object a line, with a problem and an answer.")
@@ -224,15 +213,10 @@ def to_problems(
     unit: str = "row",
     unique_ids: bool = False,
 ) -> list[Problem]:
-    """Returns the problems of the rows of a source, in its order.
+    """Returns the problems of the rows of a source, in its order; rows are (number, object with JSON values).
 
-    Args:
-      rows: (number of line or row, object with JSON values).
-      source: name of the source, for messages.
-      columns: those that the user named.
-      unit: name of a row in messages.
-      unique_ids: refuse an `id` that comes twice. Otherwise the second gets "-2": merged sets repeat ids, and a user
-        can't edit them.
+    `unit` is the name of a row in messages. With `unique_ids` an `id` that comes twice is refused. Otherwise the second
+    gets "-2": merged sets repeat ids, and a user can't edit them.
 
     Raises:
       ValueError: a row is no problem, two rows have one id, or there are none; the message begins with source and row.

@@ -32,19 +32,12 @@ _WIDE = re.compile(rf"\d{{{len(str(MAX_SIZE))},}}")
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """System message and instruction around a problem; by default the paper's.
+    """System message and instruction around a problem; by default the paper's."""
 
-    Attributes:
-      system: the system message; "" for none.
-      instruction: text after the problem and a space in the user's message; "" for none.
-      date: date that the template gets as today's.
-      tools: descriptions of functions that the model may call.
-    """
-
-    system: str = SYSTEM
-    instruction: str = INSTRUCTION
-    date: datetime.date = DATE
-    tools: Sequence[Mapping[str, Any]] = ()
+    system: str = SYSTEM  # the system message; "" for none
+    instruction: str = INSTRUCTION  # text after the problem and a space in the user's message; "" for none
+    date: datetime.date = DATE  # date that the template gets as today's
+    tools: Sequence[Mapping[str, Any]] = ()  # descriptions of functions that the model may call
 
     def messages(self, problem: str) -> list[dict[str, str]]:
         """Returns the conversation that the model continues."""
@@ -269,14 +262,8 @@ def render_chat(
 ) -> str:
     """Returns the text of a conversation up to the start of the assistant's answer.
 
-    Tools that the template does not know are described in the system message.
-
-    Args:
-      template: Jinja source.
-      messages: dicts with "role" and "content".
-      special_tokens: "bos_token", ... to their text.
-      date: date that templates print.
-      tools: descriptions of functions that the model may call.
+    Messages have "role" and "content"; `special_tokens` maps "bos_token", ... to their text. Tools that the template
+    does not know are described in the system message.
 
     Raises:
       jinja2.TemplateError: the template refuses the messages, is invalid, fails, or exceeds the sandbox or its limits.

@@ -70,21 +70,13 @@ def _stop_ids(folder: pathlib.Path, vocabulary: Any, special_tokens: dict[str, s
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Tokenizer of a model folder, with its stop tokens and chat template.
+    """Tokenizer of a model folder, with its stop tokens and chat template."""
 
-    Attributes:
-      folder: where it was loaded from.
-      vocab_size: one more than the largest token id. A model may have more embedding rows.
-      stop_ids: every id that ends a response, sorted.
-      special_tokens: "bos_token", "eos_token", ... to their text.
-      chat_template: Jinja source, or None.
-    """
-
-    folder: pathlib.Path
-    vocab_size: int
-    stop_ids: tuple[int, ...]
-    special_tokens: dict[str, str]
-    chat_template: str | None
+    folder: pathlib.Path  # where it was loaded from
+    vocab_size: int  # one more than the largest token id. A model may have more embedding rows
+    stop_ids: tuple[int, ...]  # every id that ends a response, sorted
+    special_tokens: dict[str, str]  # "bos_token", "eos_token", ... to their text
+    chat_template: str | None  # Jinja source, or None
     _tokenizer: tokenizers.Tokenizer | SentencePieceVocabulary
 
     @classmethod

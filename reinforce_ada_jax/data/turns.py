@@ -26,13 +26,8 @@ def following(
 ) -> Int32[np.ndarray, " T"]:
     """Returns the tokens between two turns of the model, up to the beginning of the second one.
 
-    Args:
-      tokenizer: of the model.
-      chat: date and tools that the template gets.
-      first: messages before the first turn.
-      new: messages that answer the turn.
-      stop_id: the token that ended the turn. Where the template ends turns with the same one, it is not repeated.
-        None: the turn has no end token yet.
+    `first` are the messages before the first turn, `new` those that answer it. Where the template ends turns with
+    `stop_id`, the token that ended the turn, it is not repeated; None: the turn has no end token yet.
 
     Raises:
       ValueError: there is no template, or it can't render these messages.

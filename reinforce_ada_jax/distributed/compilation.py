@@ -55,8 +55,7 @@ class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
     def add(self, programs: Mapping[str, Lower]) -> Ready:
         """Compiles programs after those that were added before, and returns a function that waits for them.
 
-        Args:
-          programs: by the name that the progress line shows, each lowered for the arguments that it is called with.
+        They are named as the progress line shows them, and lowered for the arguments that they are called with.
         """
         if jax.process_count() > 1 or jax.default_backend() == "gpu":
             return always_ready

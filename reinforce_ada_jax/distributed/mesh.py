@@ -168,14 +168,8 @@ def on_own_part(
 ) -> Callable[..., Any]:
     """Makes every device along `tensor` run `function` on its own part of the arguments, as `jax.shard_map` does.
 
-    The compiler then adds no transfer between them. Inside of a `shard_map` over the other axes the mesh is known.
-
-    Args:
-      function: of arrays.
-      mesh: the devices; None or one device along `tensor`: the function stays as it is.
-      in_specs: of the arguments, with no axis but `tensor`.
-      out_specs: of the results.
-      always: also with one device along `tensor`, as Pallas kernels need it.
+    The compiler then adds no transfer between them. Inside of a `shard_map` over the other axes the mesh is known. With
+    no mesh, or one device along `tensor`, the function stays as it is, unless `always`, as Pallas kernels need it.
     """
     if not always and (mesh is None or mesh.shape["tensor"] == 1):
         return function

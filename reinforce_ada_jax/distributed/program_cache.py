@@ -31,10 +31,8 @@ _HASH_BYTES, _PARTIAL = 32, ".partial"
 def keep_programs(chosen: str) -> None:
     """Makes this process read programs from a folder, and write there those that it compiles.
 
-    A folder that JAX already has (JAX_COMPILATION_CACHE_DIR) stays as it is.
-
-    Args:
-      chosen: the folder, which may be one of a bucket; "auto" for `buckets.cache_folder`, "" for none.
+    The folder may be one of a bucket; "auto" is `buckets.cache_folder`, "" none. A folder that JAX already has
+    (JAX_COMPILATION_CACHE_DIR) stays as it is.
     """
     if not chosen or jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
@@ -86,12 +84,7 @@ class ProgramFolder(CacheInterface):
     """The entries, one file each: a hash of the content, and the content."""
 
     def __init__(self, folder: pathlib.Path, max_bytes: int = MAX_BYTES):
-        """Opens an existing folder.
-
-        Args:
-          folder: of the entries.
-          max_bytes: size of all entries, above which those that were not used for longest are removed.
-        """
+        """Opens an existing folder; above `max_bytes` entries that were not used for longest are removed."""
         self._path, self._max_bytes, self._writes = folder, max_bytes, True
         for file in folder.glob(f"*{_PARTIAL}"):  # of killed processes
             with contextlib.suppress(FileNotFoundError):

@@ -126,17 +126,11 @@ class Interrupt:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stop:
-    """The signal to stop: the questions that a run asks wherever it may have to end.
+    """The signal to stop: the questions that a run asks wherever it may have to end."""
 
-    Attributes:
-      asked: returns True if this process knows of a request to end.
-      show: shows the phase of the run.
-      time_left: returns the seconds until the machine is taken away.
-    """
-
-    asked: Callable[[], bool] = lambda: False
-    show: Callable[[str], None] = lambda phase: None
-    time_left: Callable[[], float] = lambda: math.inf
+    asked: Callable[[], bool] = lambda: False  # returns True if this process knows of a request to end
+    show: Callable[[str], None] = lambda phase: None  # shows the phase of the run
+    time_left: Callable[[], float] = lambda: math.inf  # returns the seconds until the machine is taken away
 
     def check(self, phase: str) -> None:
         """Raises `Interrupted` if this process was asked to end; otherwise shows the phase.

@@ -91,12 +91,9 @@ class Watchdog:
     def listen(self, host: str = "") -> str:
         """Opens a port in process 0; returns what the others `connect` with.
 
-        Args:
-          host: the address to listen on; "" for all of this machine's. The machine's own name may resolve to an address
-            that others don't reach (127.0.1.1 on Debian), or, behind a service, to none of its own.
-
-        Raises:
-          ValueError: nothing can listen there.
+        With `host` "" it listens on all of this machine's addresses. The machine's own name may resolve to an address
+        that others don't reach (127.0.1.1 on Debian), or, behind a service, to none of its own. Raises ValueError where
+        it can't.
         """
         try:
             self._server = _listening(host, backlog=self.count + STRANGERS)
@@ -109,11 +106,7 @@ class Watchdog:
         return f"{self._server.getsockname()[1]} {self._secret.hex()}"
 
     def connect(self, host: str, greeting: str) -> None:
-        """Connects another process with process 0; `greeting` is what its `listen` returned.
-
-        Raises:
-          UnreachableError: it can't be reached.
-        """
+        """Connects another process with process 0, whose `listen` returned the greeting; may raise UnreachableError."""
         port, secret = greeting.split()
         try:
             link = _kept_alive(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
@@ -129,8 +122,7 @@ class Watchdog:
     def start(self) -> None:
         """Waits until all are connected (in process 0), and starts the thread that watches.
 
-        Raises:
-          UnreachableError: some did not connect within JOIN_S.
+        Raises UnreachableError if some did not connect within JOIN_S.
         """
         if self._server is not None:
             with self._server, selectors.DefaultSelector() as selector:

@@ -32,19 +32,12 @@ from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge, n
 
 
 class LossRow(NamedTuple):
-    """A sequence and what its loss needs; or B right-padded sequences, with factors of 0 in the padding.
+    """A sequence and what its loss needs; or B right-padded sequences, with factors of 0 in the padding."""
 
-    Attributes:
-      tokens: of the sequence.
-      targets: token that each position predicts.
-      factors: weight of each token for `cross_entropy`, its advantage for the other losses.
-      old_logprobs: log-probabilities under the distribution that the targets were sampled from.
-    """
-
-    tokens: Int[Array | np.ndarray, "*B T"]
-    targets: Int[Array | np.ndarray, "*B T"]
-    factors: Float[Array | np.ndarray, "*B T"]
-    old_logprobs: Float[Array | np.ndarray, "*B T"]
+    tokens: Int[Array | np.ndarray, "*B T"]  # of the sequence
+    targets: Int[Array | np.ndarray, "*B T"]  # token that each position predicts
+    factors: Float[Array | np.ndarray, "*B T"]  # weights for `cross_entropy`, else advantages
+    old_logprobs: Float[Array | np.ndarray, "*B T"]  # under the distribution that drew the targets
 
 
 class Clip(NamedTuple):
@@ -158,18 +151,10 @@ class AdapterLearner:
     def forward_backward(
         self, params: Params, sums: Params | None, chosen: Lora, sequences: Sequence[LossRow], loss: str, clip: Clip
     ) -> tuple[Params, list[Float[np.ndarray, " T"]], list[Float[np.ndarray, " T"]]]:
-        """Adds the gradient of the summed loss to `sums`.
+        """Adds the gradient of the summed loss to `sums`, whose arrays are used up; None: there are none yet.
 
-        Args:
-          params: adapters.
-          sums: of the gradients so far, whose arrays are used up; None: none yet.
-          chosen: sizes of the adapters.
-          sequences: that the loss is of.
-          loss: a name of `LOSSES`.
-          clip: its bounds.
-
-        Returns:
-          The sums, the log-probabilities of each sequence's targets, and the loss of each token.
+        The loss is a name of `LOSSES`. Returns the sums, the log-probabilities of each sequence's targets, and the loss
+        of each token.
         """
         programs = self._programs_of(chosen)
         if sums is None:
@@ -187,8 +172,7 @@ class AdapterLearner:
     def step(self, state: LearnerState, sums: Params, chosen: Lora, adam: AdamParams) -> tuple[LearnerState, float]:
         """Makes one step of AdamW; returns the new state and the norm of the gradient.
 
-        Raises:
-          ValueError: the gradient is not finite.
+        Raises ValueError if the gradient is not finite.
         """
         new, norm = self._programs_of(chosen).step(state, sums, AdamParams(*(np.float32(value) for value in adam)))
         if not np.isfinite(norm):

@@ -93,12 +93,8 @@ class Batch:
 def pack(lengths: Sequence[int], row_tokens: int, per_row: int) -> list[list[int]]:
     """Assigns sequences, by their index, to rows: the longest first, each to the first row that has room for it.
 
-    First-fit decreasing needs at most 11/9 of the fewest possible rows, and one more (Johnson, 1973).
-
-    Args:
-      lengths: of the sequences, each at most `row_tokens`.
-      row_tokens: tokens of a row.
-      per_row: most sequences of a row; 1: each has its own, in the order given.
+    First-fit decreasing needs at most 11/9 of the fewest possible rows, and one more (Johnson, 1973). Each sequence has
+    at most `row_tokens` tokens. With `per_row` 1 each has a row of its own, in the order given.
     """
     if per_row == 1:
         return [[index] for index in range(len(lengths))]
@@ -129,15 +125,8 @@ def pack_without_zeros(
 ) -> list[list[int]]:
     """Assigns sequences to rows as `pack` does, but leaves out those that are zero where this saves a micro-batch.
 
-    The rows of the micro-batches that the others need are filled with zero ones, in the order given: these cost no
-    time, and metrics take them as a sample of all zero ones.
-
-    Args:
-      lengths: as for `pack`.
-      is_zero: the sequences that contribute nothing to the gradient.
-      row_tokens: as for `pack`.
-      per_row: as for `pack`.
-      micro_rows: rows of a micro-batch.
+    Zero ones contribute nothing to the gradient. They fill the rows of the micro-batches that the others need, in the
+    order given: these cost no time, and metrics take them as a sample of all zero ones.
     """
     whole = pack(lengths, row_tokens, per_row)
     others = np.flatnonzero(~is_zero).tolist()

@@ -15,14 +15,8 @@ def invariant_logprobs(
 ) -> Float[Array, "B R"]:
     """Computes the log-probability of every response token in float32, as the sampler does, bit for bit; 0 elsewhere.
 
-    All sequences of the batch are laid out side by side, without the padding of its rows. Each begins a tile, so that
-    all rows of a tile see the same keys.
-
-    Args:
-      architecture: of the policy.
-      params: of `transformer`; no adapters, which the sampler has merged.
-      batch: of one micro-batch.
-      temperature: of sampling.
+    All sequences of a micro-batch are laid out side by side, without the padding of its rows. Each begins a tile, so
+    that all rows of a tile see the same keys. `params` have no adapters: the sampler has merged them.
     """
     model = merge(architecture, params)
     rows, width = batch.tokens.shape

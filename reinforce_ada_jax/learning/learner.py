@@ -203,10 +203,7 @@ class Learner:
     def score(self, params: Params, batch: Batch, between: Callable[[], None] | None = None) -> Float[Array, "M B R"]:
         """Returns the learner's own log-probabilities of the sampled tokens; 0 beyond the responses.
 
-        Args:
-          params: weights, or adapters over them.
-          batch: of `put`.
-          between: called after each program where there are several; see `UpdatePrograms`.
+        The batch is one of `put`. `between` is called after each program where there are several; see `UpdatePrograms`.
         """
         if self.scoring_programs(batch) == 1:
             return self._score_all(params, batch)

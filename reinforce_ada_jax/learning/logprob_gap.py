@@ -11,15 +11,10 @@ from reinforce_ada_jax.config import Config
 
 
 class GapLimits(NamedTuple):
-    """Differences that rounding explains.
+    """Differences that rounding explains."""
 
-    Attributes:
-      mean: most over all tokens.
-      largest: most of one token.
-    """
-
-    mean: float
-    largest: float
+    mean: float  # most over all tokens
+    largest: float  # most of one token
 
     def hold(self, mean: float | Float[Array, ""], largest: float | Float[Array, ""]) -> bool | Bool[Array, ""]:
         """Returns True where neither is above its limit; False where one is not a number."""
@@ -34,19 +29,12 @@ FLOAT32_LIMITS, ALARMING_LOGPROB_GAP = GapLimits(mean=1e-5, largest=1e-2), 0.05
 
 
 class LogprobGap(NamedTuple):
-    """Absolute differences of log-probabilities, over tokens.
+    """Absolute differences of log-probabilities, over tokens."""
 
-    Attributes:
-      total: sum over the tokens drawn from the current weights.
-      largest: of the same tokens.
-      num_tokens: their number.
-      num_not_finite: tokens, of whatever weights, whose difference is not finite.
-    """
-
-    total: Float[Array, ""]
-    largest: Float[Array, ""]
-    num_tokens: Float[Array, ""]
-    num_not_finite: Float[Array, ""]
+    total: Float[Array, ""]  # sum over the tokens drawn from the current weights
+    largest: Float[Array, ""]  # of the same tokens
+    num_tokens: Float[Array, ""]  # their number
+    num_not_finite: Float[Array, ""]  # tokens, of whatever weights, whose difference is not finite
 
 
 def no_gap() -> LogprobGap:
@@ -62,11 +50,7 @@ def logprob_gap(
 ) -> LogprobGap:
     """Computes the gap over tokens; values under the mask may be anything.
 
-    Args:
-      logprobs: the learner's; not differentiated.
-      behaviour_logprobs: the engine's.
-      mask: True at tokens of responses.
-      is_fresh: True at tokens that were drawn from the weights that `logprobs` are computed with.
+    `is_fresh` is True at tokens that were drawn from the weights that `logprobs` are computed with.
     """
     gaps = jnp.where(mask, jnp.abs(jax.lax.stop_gradient(logprobs) - behaviour_logprobs), 0.0)
     fresh = mask & is_fresh

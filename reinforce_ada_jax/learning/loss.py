@@ -37,25 +37,15 @@ class Counts(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Constants of the sampled tokens of a minibatch, or of its part; anything, nan included, where the mask is 0.
+    """Constants of the sampled tokens of a minibatch, or of its part; anything, nan included, where the mask is 0."""
 
-    Attributes:
-      old_logprobs: under the policy before the iteration's first update.
-      advantages: of the response, at each of its tokens.
-      mask: True or 1 at tokens of responses.
-      behaviour_logprobs: under the distribution the tokens were sampled from; needed with a cap.
-      reference_logprobs: under the reference policy; without them the metric "kl" is 0.
-      regularization: factors of the tokens' entropy and KL in the loss; None: 1.
-      segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
-    """
-
-    old_logprobs: Tokens
-    advantages: Tokens
-    mask: Mask
-    behaviour_logprobs: Tokens | None = None
-    reference_logprobs: Tokens | None = None
-    regularization: Tokens | None = None
-    segment_one_hot: SegmentOneHot | None = None
+    old_logprobs: Tokens  # under the policy before the iteration's first update
+    advantages: Tokens  # of the response, at each of its tokens
+    mask: Mask  # True or 1 at tokens of responses
+    behaviour_logprobs: Tokens | None = None  # under the distribution the tokens were sampled from; needed with a cap
+    reference_logprobs: Tokens | None = None  # under the reference policy; without them the metric "kl" is 0
+    regularization: Tokens | None = None  # factors of the tokens' entropy and KL in the loss; None: 1
+    segment_one_hot: SegmentOneHot | None = None  # tokens of each response, where rows are packed
 
 
 def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Counts:
@@ -81,11 +71,6 @@ def metric_weights(
     Tokens with advantage 0 stand for all such tokens: their weight is 1 + left out / computed. If none of them was
     computed, the other tokens stand for all. The weights sum to the number of tokens of the whole minibatch, unless no
     token was computed at all.
-
-    Args:
-      advantages: of the tokens that are computed.
-      mask: True at tokens of responses.
-      num_left_out: tokens of responses with advantage 0 that are not computed.
     """
     is_zero = mask & (advantages == 0)
     num_zero, num_computed, left_out = (jnp.sum(x).astype(jnp.float32) for x in (is_zero, mask, num_left_out))
@@ -215,11 +200,6 @@ def policy_loss(
         "kl": kl,
     }
     return loss, {name: jax.lax.stop_gradient(mean(values, "token-mean")) for name, values in per_token.items()}
-
-
-def cross_entropy(logprobs: Tokens, weights: Tokens) -> Tokens:
-    """Computes -weight log p of every token."""
-    return -weights * logprobs
 
 
 def clipped_policy_loss(  # noqa: PLR0913 (public: arrays, and the settings of the loss by name)

@@ -31,12 +31,7 @@ def num_rows(sequences: int, tokens: int, least: int) -> int:
 
 
 def micro_batches(lengths: Sequence[int], least_rows: int = 1) -> Iterator[tuple[list[int], tuple[int, int]]]:
-    """Yields (indices of the sequences, shape of their rows), the longest first.
-
-    Args:
-      lengths: of the sequences, at least 1.
-      least_rows: number that divides the rows of a micro-batch.
-    """
+    """Yields (indices of the sequences, shape of their rows), the longest first; `least_rows` divides the rows."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     while order:
         tokens = row_tokens(lengths[order[0]])

@@ -11,23 +11,14 @@ from reinforce_ada_jax.policy.transformer import Params
 
 
 class AdamParams(NamedTuple):
-    """Parameters of one step of AdamW, as PyTorch defines it: floats, or scalars inside a program.
+    """Parameters of one step of AdamW, as PyTorch defines it: floats, or scalars inside a program."""
 
-    Attributes:
-      learning_rate: factor of the step.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      epsilon: added to the root of the second moment.
-      weight_decay: decoupled; times the learning rate.
-      clip_norm: bound of the gradient's global norm; 0: none.
-    """
-
-    learning_rate: Any
-    b1: Any
-    b2: Any
-    epsilon: Any
-    weight_decay: Any = 0.0
-    clip_norm: Any = 0.0
+    learning_rate: Any  # factor of the step
+    b1: Any  # decay of the first moment
+    b2: Any  # decay of the second moment
+    epsilon: Any  # added to the root of the second moment
+    weight_decay: Any = 0.0  # decoupled; times the learning rate
+    clip_norm: Any = 0.0  # bound of the gradient's global norm; 0: none
 
 
 def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule:
@@ -39,22 +30,19 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
     return schedule
 
 
-def cosine_schedule(learning_rate: float, warmup_updates: int, updates: int) -> optax.Schedule:
-    """The warm-up of `warmup_schedule`, then learning_rate * (1 + cos(pi x)) / 2, with x from 0 to 1 at `updates`."""
-    warmup = warmup_schedule(learning_rate, warmup_updates)
+def make_schedule(learning: LearningConfig, decay_updates: int = 0) -> optax.Schedule:
+    """The learning rate of each update: that of `warmup_schedule`; with `decay_updates` U it then falls to 0 at U.
+
+    It is multiplied by (1 + cos(pi x)) / 2, with x from 0 after the warm-up to 1 at U.
+    """
+    warmup_updates = learning.warmup_updates
+    warmup = warmup_schedule(learning.learning_rate, warmup_updates)
 
     def schedule(update):
-        done = jax.numpy.clip((update - warmup_updates) / max(1, updates - warmup_updates), 0.0, 1.0)
+        done = jax.numpy.clip((update - warmup_updates) / max(1, decay_updates - warmup_updates), 0.0, 1.0)
         return warmup(update) * (1 + jax.numpy.cos(jax.numpy.pi * done)) / 2
 
-    return schedule
-
-
-def make_schedule(learning: LearningConfig, decay_updates: int = 0) -> optax.Schedule:
-    """The learning rate of each update: constant after the warm-up, or a cosine to 0 at `decay_updates`, if not 0."""
-    if decay_updates:
-        return cosine_schedule(learning.learning_rate, learning.warmup_updates, decay_updates)
-    return warmup_schedule(learning.learning_rate, learning.warmup_updates)
+    return schedule if decay_updates else warmup
 
 
 def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

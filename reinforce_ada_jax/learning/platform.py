@@ -44,25 +44,15 @@ def tpu_bytes(device_kind: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """Implementations of the learner's programs.
+    """Implementations of the learner's programs."""
 
-    Attributes:
-      head_backend: passes over the vocabulary: "scan" or "pallas_tpu".
-      head_tile: (rows, vocab) whose logits exist at a time.
-      attention: "jnp", "blocks" (`policy.blocked_attention`), "splash" or "cudnn".
-      refusal: why the attention of a GPU is not "cudnn".
-      max_segments: most sequences of a row.
-      remat: what the backward pass computes again, a name of `transformer.REMAT`.
-      interpret: run TPU kernels without a TPU.
-    """
-
-    head_backend: str
-    head_tile: tuple[int, int]
-    attention: str
-    refusal: str
-    max_segments: int
-    remat: str
-    interpret: bool
+    head_backend: str  # passes over the vocabulary: "scan" or "pallas_tpu"
+    head_tile: tuple[int, int]  # (rows, vocab) whose logits exist at a time
+    attention: str  # "jnp", "blocks" (`policy.blocked_attention`), "splash" or "cudnn"
+    refusal: str  # why the attention of a GPU is not "cudnn"
+    max_segments: int  # most sequences of a row
+    remat: str  # what the backward pass computes again, a name of `transformer.REMAT`
+    interpret: bool  # run TPU kernels without a TPU
 
     def describe(self) -> str:
         """Returns the choices as text, with the reason why a GPU computes attention in blocks."""
@@ -120,13 +110,7 @@ def resolve(
 ) -> Platform:
     """Chooses implementations for the platform `name` ("cpu", "gpu", "tpu"), as far as the settings leave it open.
 
-    Args:
-      name: `platform` of the mesh's devices.
-      learning: the configuration's section.
-      hidden_size: of the policy.
-      head_dim: of the policy.
-      dtype: of its activations.
-      capability: `compute_capability` of a GPU.
+    `dtype` is that of activations, `capability` the `compute_capability` of a GPU.
 
     Raises:
       ValueError: `learning.attention` is "cudnn", and cuDNN can't compute it.
@@ -166,12 +150,9 @@ def activation_bytes(architecture: Architecture, remat: str, dtype: DTypeLike) -
 def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int) -> int:
     """Returns the rows of a micro-batch: those of a minibatch of whole groups, divided.
 
-    Args:
-      name: as for `resolve`.
-      config: with `learning.micro_batches` 0, the largest micro-batch of at most 2,048 tokens and 512 MiB of
-        activations on CPUs that divides the minibatch, or that of one row for each device; elsewhere the minibatch.
-      row_shards: devices that share the rows of a micro-batch.
-      token_bytes: activations of a token, by `activation_bytes`; only CPUs need them.
+    With `learning.micro_batches` 0 it is the minibatch. On CPUs it is then the largest micro-batch of at most 2,048
+    tokens and 512 MiB of activations (`token_bytes` each) that divides the minibatch, or that of one row for each
+    device.
     """
     rows = config.learning.prompts_per_update * config.collection.group_size
     if config.learning.micro_batches or name != "cpu":
@@ -193,11 +174,7 @@ def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int
 def micro_batches_per_program(setting: int, micro_flops: float, name: str, device_kind: str) -> int:
     """Returns the micro-batches of an update that one program computes; between two programs a run can end.
 
-    Args:
-      setting: of `learning`; 0: as many as take `PROGRAM_S` at the peak rate, which is rough where there is no TPU.
-      micro_flops: of a micro-batch on each device.
-      name: as for `resolve`.
-      device_kind: of the devices.
+    With the setting 0 they are as many as take `PROGRAM_S` at the peak rate, which is rough where there is no TPU.
     """
     peak = TPU_FLOPS.get(device_kind) or OTHER_FLOPS.get(name, OTHER_FLOPS["gpu"])
     return setting or max(1, int(PROGRAM_S * peak / micro_flops))
@@ -217,9 +194,6 @@ def update_program(mesh: Mesh, config: Config, architecture: Architecture) -> in
 def gathers_once(gather_weights: str, copy_bytes: float, device_bytes: float) -> bool:
     """Returns True where an update gathers the layers' weights once, and not in each micro-batch.
 
-    Args:
-      gather_weights: the setting of `learning`.
-      copy_bytes: of the gathered weights on each device.
-      device_bytes: of memory that a program may use on a TPU device, as `tpu_bytes` returns them.
+    `copy_bytes` are those of the gathered weights on each device, `device_bytes` those of `tpu_bytes`.
     """
     return copy_bytes <= GATHERED_SHARE * device_bytes if gather_weights == "auto" else gather_weights == "once"

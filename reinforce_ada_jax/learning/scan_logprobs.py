@@ -25,25 +25,15 @@ NO_LOGIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """Everything about a computation at the output head that isn't an array.
+    """Everything about a computation at the output head that isn't an array."""
 
-    Attributes:
-      temperature: divides the logits, > 0.
-      tied: the head is an embedding [V, D], not [D, V].
-      mesh: its axes split rows and vocabulary; None: one device.
-      backend: "scan" for CPU and GPU, or "pallas_tpu".
-      tile: (rows, vocab) whose logits exist at a time.
-      interpret: run Pallas kernels without their device.
-      frozen_head: the head has no gradient, and none is computed: its cotangent is 0.
-    """
-
-    temperature: float
-    tied: bool
-    mesh: Mesh | None = None
-    backend: str = "scan"
-    tile: tuple[int, int] = TILE
-    interpret: bool = False
-    frozen_head: bool = False
+    temperature: float  # divides the logits, > 0
+    tied: bool  # the head is an embedding [V, D], not [D, V]
+    mesh: Mesh | None = None  # its axes split rows and vocabulary; None: one device
+    backend: str = "scan"  # "scan" for CPU and GPU, or "pallas_tpu"
+    tile: tuple[int, int] = TILE  # (rows, vocab) whose logits exist at a time
+    interpret: bool = False  # run Pallas kernels without their device
+    frozen_head: bool = False  # the head has no gradient, and none is computed: its cotangent is 0
 
     @property
     def vocab_axis(self) -> int:

@@ -37,7 +37,6 @@ class SupervisedLearner(Learner):
                 values, mask, aggregation, **counts._asdict(), row_tokens=row_tokens, segment_one_hot=segments
             )
 
-        losses = loss_lib.cross_entropy(jnp.where(mask, logprobs, 0.0), micro.advantages)
-        loss = mean(losses, self._loss_config.aggregation)
+        loss = mean(-micro.advantages * jnp.where(mask, logprobs, 0.0), self._loss_config.aggregation)
         means = dict.fromkeys(MEANS, jnp.zeros_like(loss)) | {"entropy": mean(entropy, "token-mean"), "loss": loss}
         return loss, (jax.lax.stop_gradient(means), None)

@@ -154,19 +154,12 @@ def load(loss: str) -> str | TokenLossFn:
 
 
 class PolicyTerms(NamedTuple):
-    """Per-token terms of the policy loss, all 0 where the mask is 0.
+    """Per-token terms of the policy loss, all 0 where the mask is 0."""
 
-    Attributes:
-      loss: to be minimised.
-      clipped: 1 where the clipped ratio decides.
-      dual_clipped: 1 where the dual clip decides.
-      old_minus_new: logp_old - logp, whose mean estimates KL(old || new).
-    """
-
-    loss: Float[Array, "B T"]
-    clipped: Float[Array, "B T"]
-    dual_clipped: Float[Array, "B T"]
-    old_minus_new: Float[Array, "B T"]
+    loss: Float[Array, "B T"]  # to be minimised
+    clipped: Float[Array, "B T"]  # 1 where the clipped ratio decides
+    dual_clipped: Float[Array, "B T"]  # 1 where the dual clip decides
+    old_minus_new: Float[Array, "B T"]  # logp_old - logp, whose mean estimates KL(old || new)
 
 
 def masked(values: Array | np.ndarray, mask: Array | np.ndarray) -> Array:
@@ -175,11 +168,9 @@ def masked(values: Array | np.ndarray, mask: Array | np.ndarray) -> Array:
 
 
 def segment_sums(values: Tokens, segment_one_hot: SegmentOneHot | None) -> Float[Array, "B T"]:
-    """Computes at each token the sum over its own response's tokens.
+    """Computes at each token the sum over its own response's tokens, of values that are 0 under the mask.
 
-    Args:
-      values: 0 under the mask.
-      segment_one_hot: True where the token belongs to its row's response s; None: a row is one response.
+    `segment_one_hot` is True where the token belongs to its row's response s; None: a row is one response.
     """
     if segment_one_hot is None:
         return jnp.broadcast_to(values.sum(axis=-1, keepdims=True), values.shape)
@@ -211,13 +202,8 @@ def importance_weights(
     sequence   min(product of w over the response, cap), for all its tokens
     mask       w where LEAST_WEIGHT <= w <= cap, otherwise 0
 
-    Source: by token https://fengyao.notion.site/off-policy-rl; by sequence https://richardli.xyz/rl-collapse; the mask
-    is that of IcePop (arXiv 2510.18855), with 0.5 and 5.
-
-    Args:
-      config: with `truncated_is_cap`.
-      log_weights: log w, 0 under the mask.
-      segment_one_hot: as for `segment_sums`.
+    Log-weights are 0 under the mask. Source: by token https://fengyao.notion.site/off-policy-rl; by sequence
+    https://richardli.xyz/rl-collapse; the mask is that of IcePop (arXiv 2510.18855), with 0.5 and 5.
 
     Raises:
       ValueError: an unknown `importance`.

@@ -100,17 +100,11 @@ ESTIMATES = ("entropy", "approx_kl")
 
 
 class Sums(NamedTuple):
-    """Sums over the micro-batches so far, or their shapes or shardings.
+    """Sums over the micro-batches so far, or their shapes or shardings."""
 
-    Attributes:
-      gradients: of the loss, in the layout of the weights.
-      means: those of `MEANS`.
-      gap: of `UpdateMetrics`.
-    """
-
-    gradients: Any
-    means: Any
-    gap: Any
+    gradients: Any  # of the loss, in the layout of the weights
+    means: Any  # those of `MEANS`
+    gap: Any  # of `UpdateMetrics`
 
 
 # (weights, base, micro-batch, `loss.metric_weights`, counts, policy version) -> (loss, (means, gap)).
@@ -143,12 +137,7 @@ def run_chain(
 ) -> Any:
     """Returns the carry after the programs of a chain, each of `count` micro-batches.
 
-    Args:
-      program: maps the carry and the first micro-batch to the next carry.
-      carry: before the first program.
-      num_micro_batches: to compute.
-      count: of one program.
-      between: as for `UpdatePrograms`.
+    A program maps the carry and its first micro-batch to the next carry. `between` is as for `UpdatePrograms`.
     """
     for first in range(0, num_micro_batches, count):
         carry = program(carry, np.int32(first))

@@ -115,16 +115,10 @@ class ValueHead:
         steps: int = STEPS,
         rows: int = PROMPTS_AT_A_TIME,
     ):
-        """Makes a head before its first fit.
+        """Makes a head before its first fit; the head is float32, `dtype` is that of the policy's activations.
 
-        Args:
-          architecture: of the policy, like `mesh` and `dtype`; the head is float32.
-          mesh: the policy's.
-          dtype: of activations.
-          max_prompt_tokens: limit of a prompt.
-          learning_rate: of Adam.
-          steps: of Adam at each `observe`.
-          rows: prompts in one forward pass; rounded up to a multiple of data * fsdp.
+        Each `observe` takes `steps` steps of Adam. A forward pass has `rows` prompts, rounded up to a multiple of data
+        * fsdp.
         """
         self._max_prompt_tokens = max_prompt_tokens
         shards = mesh.shape["data"] * mesh.shape["fsdp"]

@@ -15,31 +15,18 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 class Gpu(NamedTuple):
-    """A GPU as the compiler sees it: the numbers of XLA's `xla/backends/gpu/target_config/specs`.
+    """A GPU as the compiler sees it: the numbers of XLA's `xla/backends/gpu/target_config/specs`."""
 
-    Attributes:
-      name: as CUDA has it.
-      capability: compute capability.
-      features: of the instruction set, beyond those of the capability.
-      cores: multiprocessors.
-      lanes: float32 operations that one of them begins in a cycle.
-      shared_bytes: shared memory of one of them; a block of threads gets 1,024 less.
-      l2_bytes: of the level-2 cache.
-      memory_bytes: of the device.
-      bandwidth: of the memory, bytes per second.
-      clock_ghz: of the multiprocessors.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    features: str
-    cores: int
-    lanes: int
-    shared_bytes: int
-    l2_bytes: int
-    memory_bytes: int
-    bandwidth: int
-    clock_ghz: float
+    name: str  # as CUDA has it
+    capability: tuple[int, int]  # compute capability
+    features: str  # of the instruction set, beyond those of the capability
+    cores: int  # multiprocessors
+    lanes: int  # float32 operations that one of them begins in a cycle
+    shared_bytes: int  # shared memory of one of them; a block of threads gets 1,024 less
+    l2_bytes: int  # of the level-2 cache
+    memory_bytes: int  # of the device
+    bandwidth: int  # of the memory, bytes per second
+    clock_ghz: float  # of the multiprocessors
 
 
 _H100 = Gpu(

@@ -34,19 +34,12 @@ class Deployment:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Means over a run's prompts and responses.
+    """Means over a run's prompts and responses."""
 
-    Attributes:
-      prompt_tokens: of a prompt.
-      response_tokens: of a response.
-      draws: responses drawn for a prompt.
-      filled: share of a minibatch's rows that hold a response; below 1 where a strategy keeps any number of them.
-    """
-
-    prompt_tokens: float | int
-    response_tokens: float | int
-    draws: float
-    filled: float = 1.0
+    prompt_tokens: float | int  # of a prompt
+    response_tokens: float | int  # of a response
+    draws: float  # responses drawn for a prompt
+    filled: float = 1.0  # share of a minibatch's rows with a response; below 1 where any number is kept
 
     @property
     def context(self) -> float:
@@ -57,11 +50,7 @@ class Statistics:
 def statistics(
     config: Config, *, prompt_tokens: int | None = None, response_tokens: int | None = None, draws: float | None = None
 ) -> Statistics:
-    """Returns the given means; lengths that are None are half of their limit, draws those of a prompt's first round.
-
-    Raises:
-      ValueError: a mean is impossible.
-    """
+    """Returns the given means; lengths that are None are half of their limit, draws those of a prompt's first round."""
     limits = {
         "--mean_prompt_tokens": (prompt_tokens, config.data.max_prompt_tokens),
         "--mean_response_tokens": (response_tokens, config.sampling.max_response_tokens),

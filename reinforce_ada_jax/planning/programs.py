@@ -32,19 +32,13 @@ from reinforce_ada_jax.training.updates import abstract_batch
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """One compiled program of a run.
-
-    Attributes:
-      lower: returns the program lowered for its abstract arguments.
-      cost: least work of one `unit`, a "call" or a "step" of the loop inside; of a chain, of all its calls.
-      beside_bytes: memory that a training run keeps on each device beside this program.
-    """
+    """One compiled program of a run."""
 
     name: str
-    lower: Callable[[], jax.stages.Lowered]
-    cost: ProgramCost
+    lower: Callable[[], jax.stages.Lowered]  # returns the program lowered for its abstract arguments
+    cost: ProgramCost  # least work of one `unit`, a "call" or a "step" of the loop inside; of a chain, of all its calls
     unit: str
-    beside_bytes: int
+    beside_bytes: int  # memory that a training run keeps on each device beside this program
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------

@@ -22,19 +22,12 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device, as the compiler sees it.
+    """One JAX device, as the compiler sees it."""
 
-    Attributes:
-      hbm_bytes: memory that a program may use.
-      bandwidth: of HBM, bytes per second.
-      flops: peak in bfloat16, per second.
-      platform: "tpu" or "gpu".
-    """
-
-    hbm_bytes: int
-    bandwidth: float
-    flops: float
-    platform: str = "tpu"
+    hbm_bytes: int  # memory that a program may use
+    bandwidth: float  # of HBM, bytes per second
+    flops: float  # peak in bfloat16, per second
+    platform: str = "tpu"  # "tpu" or "gpu"
 
 
 # Bandwidth and peak: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, each "per chip" (tpu7x bandwidth: jax's
@@ -69,29 +62,17 @@ class ProgramCost:
 
 @dataclasses.dataclass(frozen=True)
 class BatchLayout:
-    """Shape of the batch of an update or a scoring pass, and how the mesh splits it.
+    """Shape of the batch of an update or a scoring pass, and how the mesh splits it."""
 
-    Attributes:
-      micro_batches: number of micro-batches.
-      micro_rows: rows of one micro-batch, on all devices together.
-      row_tokens: positions of a row, padding included.
-      head_tokens: positions of a row that meet the output head.
-      row_shards: devices along `data` and `fsdp`.
-      weight_shards: devices along `fsdp`.
-      tensor_shards: devices along `tensor`.
-      itemsize: bytes of an activation.
-      adapter_weights: weights of one layer's adapters where only those are trained; 0: all weights are trained.
-    """
-
-    micro_batches: int
-    micro_rows: int
-    row_tokens: int
-    head_tokens: int
-    row_shards: int
-    weight_shards: int
-    tensor_shards: int
-    itemsize: int
-    adapter_weights: int = 0
+    micro_batches: int  # number of micro-batches
+    micro_rows: int  # rows of one micro-batch, on all devices together
+    row_tokens: int  # positions of a row, padding included
+    head_tokens: int  # positions of a row that meet the output head
+    row_shards: int  # devices along `data` and `fsdp`
+    weight_shards: int  # devices along `fsdp`
+    tensor_shards: int  # devices along `tensor`
+    itemsize: int  # bytes of an activation
+    adapter_weights: int = 0  # weights of one layer's adapters where only those are trained; 0: all weights are trained
 
 
 def layer_weights(a: Architecture) -> int:

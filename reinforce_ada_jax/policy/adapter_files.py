@@ -88,12 +88,8 @@ def save(
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained(model, folder)` reads; whole, or not at all.
 
-    Args:
-      folder: doesn't exist yet, or is empty.
-      architecture: of the base.
-      adapters: arrays on any mesh. Where several processes hold them, each calls this, and process 0 writes.
-      lora: their rank, alpha and targets.
-      base: the base's folder, named in the file.
+    The folder doesn't exist yet, or is empty; `base` is named in its file. Where several processes hold the adapters,
+    each calls this, and process 0 writes.
 
     Raises:
       ValueError: the destination is not empty.

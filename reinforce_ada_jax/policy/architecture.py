@@ -38,13 +38,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Sizes and switches of a decoder. Hashable: a static argument of every compiled program.
-
-    Attributes:
-      qk_norm: queries and keys have a norm, of each head, or of all heads together with `qk_norm_whole`.
-      norm_after: the norms of a layer are those of its outputs, not of its inputs.
-      unrotated_layers: indices of layers without rotary positions.
-    """
+    """Sizes and switches of a decoder. Hashable: a static argument of every compiled program."""
 
     family: str
     vocab_size: int
@@ -59,13 +53,13 @@ class Architecture:
     rope_theta: float
     rope_scaling: RopeScaling | None
     qkv_bias: bool
-    qk_norm: bool
+    qk_norm: bool  # queries and keys have a norm, of each head, or of all heads together with `qk_norm_whole`
     tied_embedding: bool
     eos_ids: tuple[int, ...]
     bos_id: int | None
     qk_norm_whole: bool = False
-    norm_after: bool = False
-    unrotated_layers: tuple[int, ...] = ()
+    norm_after: bool = False  # the norms of a layer are those of its outputs, not of its inputs
+    unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary positions
 
     @property
     def num_parameters(self) -> int:

@@ -92,12 +92,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def attend(query, key, value, layer_index, carry, *, segment_ids: Segments = None):
-    """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
-
-    Args:
-      query: as of `transformer.Attend`, like `key`, `value`, `layer_index` and `carry`.
-      segment_ids: as of `transformer.hidden_states`.
-    """
+    """Causal attention: a token attends to itself and those before it, in its own segment if there are segments."""
     del layer_index
     rows, length, num_heads, head_dim = query.shape
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)

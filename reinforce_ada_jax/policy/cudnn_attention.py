@@ -34,11 +34,8 @@ def version_of(capability: str) -> tuple[int, int]:
 def refusal(capability: str, dtype: DTypeLike, head_dim: int, *, packed: bool) -> str:
     """Returns why these kernels can't compute an attention; empty where they can.
 
-    Args:
-      capability: `compute_capability` of a GPU, "9.0" of an H100; other texts are of devices without cuDNN.
-      dtype: of queries, keys and values.
-      head_dim: numbers of a head.
-      packed: rows have several sequences.
+    `capability` is the `compute_capability` of a GPU, "9.0" of an H100; other texts are of devices without cuDNN.
+    `packed`: rows have several sequences.
     """
     version = version_of(capability)
     if version == (0, 0):
@@ -58,11 +55,8 @@ def refusal(capability: str, dtype: DTypeLike, head_dim: int, *, packed: bool) -
 def sequences(segment_ids: Int[Array, "B T"], max_segments: int) -> tuple[Int[Array, "B M"], Int[Array, "B _"]]:
     """Returns lengths and first positions of the sequences of each row, padding included.
 
-    Both are -1 where there is no sequence. There is one more position than lengths, as JAX expects it.
-
-    Args:
-      segment_ids: as of `transformer.hidden_states`, ascending in each row.
-      max_segments: largest id, that of padding in full rows.
+    Both are -1 where there is no sequence. There is one more position than lengths, as JAX expects it. Ids are
+    ascending in each row; the largest is `max_segments`, that of padding in full rows.
     """
     is_own = segment_ids[:, :, None] == jnp.arange(max_segments + 1)[None, None]
     lengths = jnp.sum(is_own, axis=1, dtype=jnp.int32)
@@ -99,13 +93,8 @@ def _local(
 def attend(query, key, value, layer_index, carry, *, mesh: Mesh, max_segments: int, segment_ids=None):
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
-    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices.
-
-    Args:
-      query: as of `transformer.Attend`, like `key`, `value`, `layer_index` and `carry`.
-      mesh: of `mesh.make_mesh`.
-      max_segments: most sequences of a row.
-      segment_ids: Int[Array, "B T"] or None, as of `transformer.hidden_states`, ascending in each row.
+    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Arguments are as of
+    `transformer.Attend`; segment ids are ascending in each row, with at most `max_segments` sequences.
 
     Raises:
       ValueError: packed rows with 2^31 numbers of queries or more on a device.

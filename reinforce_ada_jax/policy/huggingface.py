@@ -63,21 +63,13 @@ TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One Hugging Face tensor: a weight of ours, or one layer of a stacked one.
+    """One Hugging Face tensor: a weight of ours, or one layer of a stacked one."""
 
-    Attributes:
-      weight: our dotted name.
-      layer: its index along the weight's first axis; None where it is the whole weight.
-      ours: its shape there, 1 along the layer axis.
-      theirs: its shape in the file.
-      transposed: whether the file has the axes in the other order.
-    """
-
-    weight: str
-    layer: int | None
-    ours: tuple[int, ...]
-    theirs: tuple[int, ...]
-    transposed: bool
+    weight: str  # our dotted name
+    layer: int | None  # its index along the weight's first axis; None where it is the whole weight
+    ours: tuple[int, ...]  # its shape there, 1 along the layer axis
+    theirs: tuple[int, ...]  # its shape in the file
+    transposed: bool  # whether the file has the axes in the other order
 
     @property
     def start(self) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reinforce_ada_jax.policy.logprobs import distribution
-from reinforce_ada_jax.policy.transformer import Attend, Decoder, Rowwise, head_logits
+from reinforce_ada_jax.policy.transformer import Attend, Decoder, Rowwise, distribution, head_logits
 
 ROWS, KEYS = 16, 32
 SMALLEST = float(jnp.finfo(jnp.float32).min)  # finite: the difference of two of them is 0
@@ -110,10 +109,7 @@ def _add_keys(
 def packed_attend(start: Int[Array, " M"], lengths: Int[Array, " M"], count: Int[Array, ""]) -> Attend:
     """Returns the attention of sequences side by side in one column of rows, each beginning a tile.
 
-    Args:
-      start: row where the sequence of each row begins.
-      lengths: tokens that each row sees, itself included; 0 in padding.
-      count: rows that are computed.
+    The sequence of a row begins at the row `start`, and the row sees `lengths` tokens, itself included; 0 in padding.
     """
 
     def attend(query, key, value, layer_index, carry):

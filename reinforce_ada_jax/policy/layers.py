@@ -108,14 +108,9 @@ def choose_adapters(weights: Any, rows: RowAdapters) -> Any:
 def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized, num_inputs: int = 1) -> Array:
     """Contracts the last axes of x with the first of the weight, in x.dtype: x W, x W + scaling * (x A) B, or (x V) s.
 
-    Rows and positions are one axis to the product. Were they two, XLA would transpose the activations for the weight's
-    gradient within what computes them, which on CPUs takes as long as all products. Neither A B nor a gradient of its
-    size is ever made.
-
-    Args:
-      x: [B, T, *in].
-      weight: [*in, *out].
-      num_inputs: axes of the weight that are contracted.
+    Rows and positions of x [B, T, *in] are one axis to the product. Were they two, XLA would transpose the activations
+    for the weight's gradient within what computes them, which on CPUs takes as long as all products. Neither A B nor a
+    gradient of its size is ever made. `num_inputs` axes of the weight are contracted.
     """
 
     def contract(x: Array, weight: Array, num_inputs: int) -> Array:

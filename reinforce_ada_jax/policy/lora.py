@@ -37,17 +37,11 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Size and places of the adapters.
+    """Size and places of the adapters."""
 
-    Attributes:
-      rank: r, the inner size of A B; at least 1.
-      alpha: numerator of the scaling.
-      targets: names of `TARGETS`, in its order.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
+    rank: int  # r, the inner size of A B; at least 1
+    alpha: float  # numerator of the scaling
+    targets: tuple[str, ...]  # names of `TARGETS`, in its order
 
     @property
     def scaling(self) -> float:
@@ -144,11 +138,8 @@ def _merge_layer(layer: Adapted) -> Float[Array, "..."]:
 def merged(params: Params, dtype: DTypeLike | None = None) -> Params:
     """Plain weights: W + scaling * A B, summed in float32, where `params` has adapters; the others as they are.
 
-    Made layer by layer, so that one layer's matrix is all that exists in float32.
-
-    Args:
-      params: of `adapted`; without adapters only `dtype` changes anything.
-      dtype: of every weight; None: each as its base is.
+    Made layer by layer, so that one layer's matrix is all that exists in float32. Every weight gets `dtype`; None: each
+    as its base is.
     """
 
     def one(weight):
@@ -161,14 +152,9 @@ def merged(params: Params, dtype: DTypeLike | None = None) -> Params:
 
 
 def bank(base: Params, architecture: Architecture, size: Lora, count: int, dtype: DTypeLike) -> Params:
-    """Returns `base` with room for `count` adapters, of which each row of a batch uses one or none.
+    """Returns `base` with room for `count` adapters in `dtype`, of which each row of a batch uses one or none.
 
-    Args:
-      base: weights in the layout in which they are used.
-      architecture: of the base.
-      size: rank and targets that there is room for; a smaller adapter fits in.
-      count: adapters.
-      dtype: of the adapters.
+    `size` has rank and targets that there is room for; a smaller adapter fits in. The base is laid out as it is used.
     """
     weights, mesh = flatten(base), jax.tree.leaves(base)[0].sharding.mesh
     declared = adapter_shapes(architecture, size)

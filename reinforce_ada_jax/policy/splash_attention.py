@@ -68,13 +68,8 @@ def _local(
 def attend(query, key, value, layer_index, carry, *, mesh: Mesh, segment_ids=None, interpret: bool = False):
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
-    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices.
-
-    Args:
-      query: as of `transformer.Attend`, like `key`, `value`, `layer_index` and `carry`.
-      mesh: of `mesh.make_mesh`.
-      segment_ids: Int[Array, "B T"] or None, as of `transformer.hidden_states`.
-      interpret: run the kernels without a TPU.
+    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Arguments are as of
+    `transformer.Attend`; `interpret` runs the kernels without a TPU.
     """
     del layer_index
     heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))

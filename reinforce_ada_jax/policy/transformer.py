@@ -58,20 +58,12 @@ def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """Choices of how the layers are computed. All but `dtype` have the same results up to rounding.
+    """Choices of how the layers are computed. All but `dtype` have the same results up to rounding."""
 
-    Attributes:
-      dtype: of activations and matrix products; weights are cast where they are used.
-      remat: of `REMAT`; None: the backward pass finds all of a layer's activations.
-      constrain: sharding constraint of the residual stream before the first layer and after each.
-      rowwise: how everything but attention is computed, row by row of B: at once, or `invariant.by_tiles`, which knows
-        no banks.
-    """
-
-    dtype: DTypeLike
-    remat: str | None = None
-    constrain: ShardingConstraint = unconstrained
-    rowwise: Rowwise = all_rows
+    dtype: DTypeLike  # of activations and matrix products; weights are cast where they are used
+    remat: str | None = None  # of `REMAT`; None: the backward pass finds all of a layer's activations
+    constrain: ShardingConstraint = unconstrained  # of the residual stream, before and after each layer
+    rowwise: Rowwise = all_rows  # all but attention: all rows at once, or `invariant.by_tiles`, which knows no banks
 
 
 class Decoder(nnx.Module):
@@ -161,8 +153,7 @@ def run(
       attend: how a layer's queries meet keys and values; gets and gives back `carry`, and gives what to keep per layer.
       carry: e.g. the pages of the cache, updated layer by layer.
       execution: how they are computed.
-      adapter: index of each row's adapter in the banks of `model` (`lora.bank`), -1 for none; without effect where
-        there are no banks.
+      adapter: index of each row's adapter in the banks of `model` (`lora.bank`), if there are any; -1 for none.
 
     Returns:
       (hidden states after the final norm, last carry, values of each layer stacked along a leading layer axis).
@@ -267,6 +258,11 @@ def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "
     if isinstance(weight, Quantized):
         return logits(weight.values) * weight.scale[None, None]
     return logits(weight)
+
+
+def distribution(logits: Float[Array, "... V"], temperature: float | Float[Array, "... 1"]) -> Float[Array, "... V"]:
+    """Log-probabilities of the untruncated distribution at `temperature`: what is sampled from and what is scored."""
+    return jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("architecture", "dtype"))

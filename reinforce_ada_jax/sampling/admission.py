@@ -66,7 +66,7 @@ def admissible(
     Args:
       expected: from `expected_pages`.
       held: own pages of each slot; 0 for idle ones.
-      limit: own pages that a slot's draw needs at most; of an idle slot the draw that it would start, 0 for none.
+      limit: most own pages of a slot's draw; of an idle slot the draw that it would start, 0 for none.
       room: pages that slots may hold in all.
     """
     idle = held == 0

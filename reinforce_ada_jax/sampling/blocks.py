@@ -94,12 +94,8 @@ def sample(
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Samples a token of each row; also returns its log-probability.
 
-    Args:
-      logprobs: normalised. Probabilities below 1e-38 count as 0.
-      keys: from `token.draw_keys`.
-      positions: index of the new token within its response.
-      blocks: of the vocabulary.
-      mesh: where the vocabulary is split over `tensor`.
+    Log-probabilities are normalised, those below log 1e-38 count as -inf. Keys are from `token.draw_keys`, positions
+    those of the new tokens within their responses. With `mesh` the vocabulary is split over `tensor`.
     """
     num_devices = 1 if mesh is None else mesh.shape["tensor"]
     if blocks.groups % num_devices:  # left to the compiler

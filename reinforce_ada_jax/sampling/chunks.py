@@ -89,14 +89,8 @@ def chunk_attention(
 ) -> Float[Array, "C N H"]:
     """`paged_attention` of queries that share most of their pages: each page is read once, for all queries.
 
-    Args:
-      query: as there, like the pages and `lengths`.
-      key_pages: of all layers.
-      value_pages: likewise.
-      lengths: tokens that each query may see.
-      table: pages of each query, as numbered in one layer.
-      visible: from `visible_pages`.
-      first_page: of the layer.
+    Pages are those of all layers, and `first_page` the first of this layer. The table has the numbers within a layer;
+    `visible` is from `visible_pages`.
     """
     num_queries, num_heads, head_dim = query.shape
     kv_heads, _, page_size, padded_dim = key_pages.shape
@@ -146,11 +140,7 @@ def prefill_chunk(
     options: EngineOptions,
     mesh: Mesh,
 ) -> tuple[Pools, Int[Array, " R"]]:
-    """Prefills up to `options.prefill_tokens` tokens of prompts into the pages of keys and of values.
-
-    Returns:
-      These pages, and `Prompts.cached` after it.
-    """
+    """Prefills up to `options.prefill_tokens` tokens of prompts; returns the pages and `Prompts.cached` after it."""
     chunk, cached = next_chunk(prompts, options.prefill_tokens)
     backend, page_size, table = options.attention, options.page_size, prompts.table[chunk.row]
     page = jnp.take_along_axis(table, (chunk.position // page_size)[:, None], axis=1)[:, 0]

@@ -190,17 +190,9 @@ def _append_tokens(
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Samples a token for every active slot, and behind each right guess, into its output row.
 
-    Args:
-      state: of the engine.
-      logprobs: of each slot, or of each row of `drafted`.
-      decoding: False changes nothing.
-      num_rows: the active rows are among the first of this number.
-      options: of the engine.
-      mesh: of the engine.
-      drafted: rows with guesses to verify.
-
-    Returns:
-      The state, and which responses ended.
+    The log-probabilities are of each slot, or of each row of `drafted`, whose guesses are verified. The active rows are
+    among the first `num_rows`. Where `decoding` is False, nothing changes. Returns the state, and which responses
+    ended.
     """
     slots, requests, outputs = state.slots, state.slots.requests, state.outputs
     rows = slots if drafted is None else drafted.slots

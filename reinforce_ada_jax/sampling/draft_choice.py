@@ -62,10 +62,8 @@ def recent(counts: Int[ArrayLike, "R 2"]) -> Int[ArrayLike, "R 2"]:
 def chances(counts: Int[ArrayLike, "S 2"], num_drafts: int) -> Int[ArrayLike, "S drafts"]:
     """Returns the chances, of `CERTAIN`, that a slot's first guess is right, its first two are, and so on.
 
-    Args:
-      counts: recent guesses for the slot's prompt, and the right ones of them. They are counted whether they are
-        verified or not, so nothing has to be tried: without any the first chance is 1/4, and right ones raise it.
-      num_drafts: guesses of a slot.
+    `counts` are the recent guesses for the slot's prompt, and the right ones of them. They are counted whether they are
+    verified or not, so nothing has to be tried: without any the first chance is 1/4, and right ones raise it.
     """
     first = (counts[:, 1] + 1) * CERTAIN // (counts[:, 0] + 4)
     each = [first]
@@ -81,7 +79,7 @@ def choose(
     options: EngineOptions,
     sizes: Sequence[int],
 ) -> tuple[Bool[ArrayLike, "S drafts"], Int[ArrayLike, ""]]:
-    """Chooses the guesses of a step: those with which it makes most tokens for its time.
+    """Chooses the guesses of a step, those with which it makes most tokens for its time; returns them and its rows.
 
     In times of reading the weights, a step takes 1, `row_time` for each of its rows, with a guess or without, and
     `token_time` for each cached token that it reads. So a guess that costs nothing, in an idle row, is verified.
@@ -92,9 +90,6 @@ def choose(
       slots: before the step.
       options: of the engine.
       sizes: numbers of rows that a step may have (`step_sizes`).
-
-    Returns:
-      The guesses, and the rows of the step.
     """
 
     def real(x):

@@ -61,15 +61,8 @@ def guess(
     """Returns tokens that may follow each response, up to the first `NONE`.
 
     They follow the last two tokens in the text, at the place nearest to the response's own. If these two are nowhere in
-    it, they follow the two in the sequence itself, where they came last; and else the text from the same place on.
-
-    Args:
-      text: of earlier responses; `NONE` where there is nothing.
-      prompt: tokens of the prompt.
-      prompt_length: their number.
-      response: its tokens so far, then any others.
-      count: their number.
-      num_drafts: tokens to guess.
+    it, they follow the two in the sequence itself, where they came last; and else the text from the same place on. The
+    text is that of earlier responses, `NONE` where there is nothing; tokens of a response beyond `count` may be any.
     """
     rows, room = jnp.arange(text.shape[0])[:, None], text.shape[1]
     place = jnp.arange(prompt.shape[1] + room)[None]
@@ -143,21 +136,13 @@ def num_compared(
 
 
 class Rows(NamedTuple):
-    """Rows of one forward pass: each active slot's next token, and behind it the guesses to verify.
+    """Rows of one forward pass: each active slot's next token, and behind it the guesses to verify."""
 
-    Attributes:
-      slots: one entry for each row, the active ones first.
-      row_of: row of each slot's input and guesses; beyond the rows where there is none.
-      guessed: tokens.
-      chosen: those that have a row.
-      size: rows that the model computes, active or not.
-    """
-
-    slots: Slots
-    row_of: Int[Array, "S inputs"]
-    guessed: Int[Array, "S drafts"]
-    chosen: Bool[Array, "S drafts"]
-    size: Int[Array, ""]
+    slots: Slots  # one entry for each row, the active ones first
+    row_of: Int[Array, "S inputs"]  # row of each slot's input and guesses; beyond the rows where there is none
+    guessed: Int[Array, "S drafts"]  # tokens
+    chosen: Bool[Array, "S drafts"]  # those that have a row
+    size: Int[Array, ""]  # rows that the model computes, active or not
 
 
 def draft_rows(state: DecodeState, options: EngineOptions) -> Rows:

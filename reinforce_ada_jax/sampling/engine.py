@@ -101,13 +101,9 @@ class Engine:
         mesh: Mesh,
         learner_mesh: Mesh | None = None,
     ):
-        """Makes an engine on `mesh`.
+        """Makes an engine on `mesh`, the devices of all processes of the run; `options` are those of each replica.
 
-        Args:
-          architecture: of the model.
-          options: of each replica.
-          mesh: the devices, of all processes of the run.
-          learner_mesh: those of the learner, where they are others: `decode_weights` copies weights from there.
+        The learner may have other devices, on `learner_mesh`: `decode_weights` copies weights from there.
         """
         self.mesh, self.spans_processes = mesh, mesh.is_multi_process
         self._is_split = learner_mesh is not None and learner_mesh != mesh

@@ -64,12 +64,7 @@ def check_state(
 ) -> None:
     """Checks one replica's state after the newest window against the host's records.
 
-    Args:
-      options: of the engine.
-      state: pool, prompts, queue and slots, on the host.
-      rows: occupied rows.
-      unread: outputs of windows that the host has not read.
-      guaranteed_free_pages: lower bound that the host counts on.
+    `unread` are outputs of windows that the host has not read; it counts on `guaranteed_free_pages`.
 
     Raises:
       BrokenInvariant: a page is lost or held twice, a request is lost or in two places, a slot is not where its prompt
@@ -143,12 +138,7 @@ def _check_slots(options: EngineOptions, prompts: Prompts, rows: Rows, running: 
 
 
 def check_outputs(outputs: WindowOutputs, rows: Rows) -> None:
-    """Checks that what a window wrote was requested and not answered before, and follows what the host has.
-
-    Raises:
-      BrokenInvariant: an output row got tokens or ended without a request in flight, ended without a new token, or has
-        tokens that the host did not get.
-    """
+    """Checks that what a window wrote was requested and not answered before, and follows what the host has."""
     new = outputs.rows
     has_new, ended = new.length > new.start, np.flatnonzero(new.status != RUNNING)
     strange = [row for row in np.flatnonzero(has_new).tolist() if row not in rows.in_flight]
@@ -159,11 +149,7 @@ def check_outputs(outputs: WindowOutputs, rows: Rows) -> None:
 
 
 def check_idle(options: EngineOptions, state: Occupancy) -> None:
-    """Checks that a replica holds nothing after a session.
-
-    Raises:
-      BrokenInvariant: a slot decodes, a request waits, or a page is not free.
-    """
+    """Checks that a replica holds nothing after a session: no slot, no request, and no page but NULL."""
     active = np.flatnonzero(state.slots.active).tolist()
     _require(not active, f"slots {active} still decode after the session")
     waiting = int(state.queue.end - state.queue.head)

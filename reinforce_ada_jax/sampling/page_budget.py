@@ -40,11 +40,8 @@ class PageBudget:
     def fits(self, prompt: Prompt, shared: int = 0, for_responses: int = 0, *, after_closing: bool = False) -> bool:
         """Returns True if the prompt can be opened now.
 
-        Args:
-          prompt: to be opened.
-          shared: of its first pages are those of another prompt.
-          for_responses: pages that prompts must leave to responses.
-          after_closing: count on the pages that the next window releases.
+        Its first `shared` pages are those of another prompt. Prompts must leave `for_responses` pages to responses.
+        With `after_closing` the pages count that the next window releases.
         """
         free = self.guaranteed_free_pages + (self._closed if after_closing else 0)
         return self._pages(prompt) - shared <= min(self._room_for_prompts(for_responses), free)
@@ -79,11 +76,9 @@ class PageBudget:
                 self._closed += 1
 
     def submit_window(self, next_prompts: Iterable[Prompt], for_responses: int = 0) -> int:
-        """Accounts for a window, and returns the pages that its new responses must leave free.
+        """Accounts for a window, and returns the pages that its new responses must leave free, for `next_prompts`.
 
-        Args:
-          next_prompts: those that wait to be opened next.
-          for_responses: as for `fits`; new prompts are not counted on for more than it leaves.
+        No more is counted on for these than `for_responses` leaves, as for `fits`.
         """
         reserve = max(0, min(sum(map(self._pages, next_prompts)), self._room_for_prompts(for_responses)))
         self._in_flight.append((self._closed - self._opened, reserve))

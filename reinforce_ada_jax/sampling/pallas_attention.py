@@ -70,13 +70,7 @@ def tpu_blocks(width: int, page_size: int) -> tuple[int, int]:
 
 
 def megacore_mode(num_cores: int, slots: int, kv_heads: int) -> str | None:
-    """Returns how two cores that are one device (v4, v5p) share a step of JAX's kernel; None: one core computes all.
-
-    Args:
-      num_cores: of a device.
-      slots: rows of the step.
-      kv_heads: of each device.
-    """
+    """Returns how two cores that are one device (v4, v5p) share a step of JAX's kernel; None: one core computes all."""
     if num_cores != 2:
         return None
     return "batch" if slots % 2 == 0 else "kv_head" if kv_heads % 2 == 0 else None

@@ -64,39 +64,22 @@ class DecodeEngine(Protocol):
 
 @dataclasses.dataclass
 class RolloutCounts:
-    """Work of one call of `sample_fn`, for the metrics.
+    """Work of one call of `sample_fn`, for the metrics."""
 
-    Attributes:
-      tokens: response tokens made: one in each slot-step that is not idle, and accepted drafts.
-      slot_steps: all slot-steps, idle ones included.
-      windows: decode windows that were read.
-      steps: decode steps from the first window to the last, where several processes decode: those of the slowest.
-      waited_steps: those of them in which this process decoded nothing and waited for another one.
-      prefills: prompts prefilled.
-      prefilled_tokens: their tokens, less the last of each, which starts its draws, and less those shared or continued.
-      shared_tokens: their tokens whose keys and values another prompt had.
-      continued_tokens: their tokens whose keys and values the turn before had left.
-      dispatches: programs started on the device: windows, and a last one, which only gives pages back.
-      drafted: tokens that were guessed and verified.
-      accepted: of these, tokens of responses.
-      redone: tokens of responses that were evicted for lack of pages and drawn again; `tokens` has them, too.
-      host_s: seconds from reading outputs to submitting the next window, where the device had no work left by then.
-    """
-
-    tokens: int = 0
-    slot_steps: int = 0
-    windows: int = 0
-    steps: int = 0
-    waited_steps: int = 0
-    prefills: int = 0
-    prefilled_tokens: int = 0
-    shared_tokens: int = 0
-    continued_tokens: int = 0
-    dispatches: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    redone: int = 0
-    host_s: float = 0.0
+    tokens: int = 0  # response tokens made: one in each slot-step that is not idle, and accepted drafts
+    slot_steps: int = 0  # all slot-steps, idle ones included
+    windows: int = 0  # decode windows that were read
+    steps: int = 0  # decode steps from the first window to the last; of several processes those of the slowest
+    waited_steps: int = 0  # those of them in which this process decoded nothing and waited for another one
+    prefills: int = 0  # prompts prefilled
+    prefilled_tokens: int = 0  # their tokens, less the last of each, and less those shared or continued
+    shared_tokens: int = 0  # their tokens whose keys and values another prompt had
+    continued_tokens: int = 0  # their tokens whose keys and values the turn before had left
+    dispatches: int = 0  # programs started on the device: windows, and a last one, which only gives pages back
+    drafted: int = 0  # tokens that were guessed and verified
+    accepted: int = 0  # of these, tokens of responses
+    redone: int = 0  # tokens of responses that were evicted for lack of pages and drawn again; `tokens` has them, too
+    host_s: float = 0.0  # seconds from reading outputs to submitting a window, where the device had no work left
 
     @property
     def slot_utilisation(self) -> float:
@@ -106,15 +89,10 @@ class RolloutCounts:
 
 @dataclasses.dataclass(frozen=True)
 class Reshard:
-    """Cost of making the learner's weights ready for decoding.
+    """Cost of making the learner's weights ready for decoding."""
 
-    Attributes:
-      seconds: time of the cast and reshard, while no other program runs.
-      bytes: size of decoding's copy on each device; 0 where it reads the learner's arrays.
-    """
-
-    seconds: float = 0.0
-    bytes: int = 0
+    seconds: float = 0.0  # time of the cast and reshard, while no other program runs
+    bytes: int = 0  # size of decoding's copy on each device; 0 where it reads the learner's arrays
 
 
 class Rollouts:

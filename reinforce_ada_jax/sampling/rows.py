@@ -13,17 +13,11 @@ from reinforce_ada_jax.types import Request
 
 
 class ParkedTurn(NamedTuple):
-    """A turn of a trajectory whose pages stay for the next one.
+    """A turn of a trajectory whose pages stay for the next one."""
 
-    Attributes:
-      row: prompt row that has the pages.
-      prompt_id: of the turn's prompt.
-      tokens: of the prompt and the response.
-    """
-
-    row: int
-    prompt_id: str
-    tokens: Int[np.ndarray, " T"]
+    row: int  # prompt row that has the pages
+    prompt_id: str  # of the turn's prompt
+    tokens: Int[np.ndarray, " T"]  # of the prompt and the response
 
 
 class Rows:

@@ -7,7 +7,6 @@ import collections
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,25 +37,11 @@ FREED_IN_A_WINDOW = 5
 NEXT_PROMPTS = 16
 
 
-class _Beginning(NamedTuple):
-    """Tokens of a prompt that are in the cache: in the first `shared` pages of row `like`, maybe of a parked turn."""
-
-    is_parked: bool
-    like: int
-    shared: int
-    cached: int
-
-
 class Scheduler:
     """Requests of one replica, over its page budget and its rows."""
 
     def __init__(self, options: EngineOptions, adapter_of: Callable[[Prompt], int] = lambda _: -1):
-        """Makes a scheduler without requests.
-
-        Args:
-          options: of the engine.
-          adapter_of: the adapter of a prompt's keys and values; prompts of one adapter share their prefixes.
-        """
+        """Makes a scheduler without requests; prompts for which `adapter_of` gives one adapter share their prefixes."""
         self.options, self._adapter_of = options, adapter_of
         self.budget, self.rows, self._prefixes = PageBudget(options), Rows(options), Prefixes(options)
         self._lengths = Lengths(options.table_width)
@@ -134,34 +119,35 @@ class Scheduler:
     def _open(self, prompt: Prompt, requests: int) -> bool:
         """Opens a prompt with this number of requests, if there is room."""
         self.options.check_prompt(len(prompt.tokens))
-        begins = self._beginning(prompt)
-        if not self._fits(prompt, begins, requests):
+        opened = self._to_open(prompt)
+        if not self._fits(prompt, opened, requests):
             return False
-        if begins.is_parked:
-            row = self.rows.parked.pop(prompt.id).row
+        if opened.row >= 0:
+            del self.rows.parked[prompt.id]
             self._next_turns.add(prompt.id)
         else:
-            row = self.rows.free_prompt_rows.pop()
-        self.rows.prompts[prompt.id] = row
-        self.budget.open_prompt(row, prompt, begins.like, begins.shared)
-        self._prefixes.add(row, prompt.tokens, self._adapter_of(prompt))
-        self.opened.append(OpenedPrompt(row, prompt.tokens, begins.like, begins.shared, begins.cached))
+            opened = opened._replace(row=self.rows.free_prompt_rows.pop())
+        self.rows.prompts[prompt.id] = opened.row
+        self.budget.open_prompt(opened.row, prompt, opened.like, opened.shared)
+        self._prefixes.add(opened.row, prompt.tokens, self._adapter_of(prompt))
+        self.opened.append(opened)
         return True
 
-    def _beginning(self, prompt: Prompt) -> _Beginning:
+    def _to_open(self, prompt: Prompt) -> OpenedPrompt:
+        """Returns a prompt with its tokens in the cache; its row is that of a parked turn, or -1 for any free one."""
         page_size, turn = self.options.page_size, self.rows.parked.get(prompt.id)
         if turn is not None and np.array_equal(turn.tokens, prompt.tokens[: len(turn.tokens)]):
             cached = len(turn.tokens) - 1
-            return _Beginning(True, turn.row, num_pages(cached, page_size), cached)
+            return OpenedPrompt(turn.row, prompt.tokens, turn.row, num_pages(cached, page_size), cached)
         like, shared = self._prefixes.find(prompt.tokens, self._adapter_of(prompt))
-        return _Beginning(False, like, shared, shared * page_size)
+        return OpenedPrompt(-1, prompt.tokens, like, shared, shared * page_size)
 
-    def _fits(self, prompt: Prompt, begins: _Beginning, requests: int, *, after_closing: bool = False) -> bool:
+    def _fits(self, prompt: Prompt, opened: OpenedPrompt, requests: int, *, after_closing: bool = False) -> bool:
         """Returns True if the prompt finds a row and pages; also those that the next window releases if asked."""
-        has_row = begins.is_parked or bool(self.rows.free_prompt_rows)
+        has_row = opened.row >= 0 or bool(self.rows.free_prompt_rows)
         has_row |= after_closing and bool(self.rows.closing.any())
         for_responses = self._pages_for_responses(requests)
-        return has_row and self.budget.fits(prompt, begins.shared, for_responses, after_closing=after_closing)
+        return has_row and self.budget.fits(prompt, opened.shared, for_responses, after_closing=after_closing)
 
     # ---- trajectories ------------------------------------------------------------------------------------------------
 
@@ -171,7 +157,7 @@ class Scheduler:
         A prompt stays open for the turns that begin with it, and these need rows and pages of their own. So without
         this a few prompts could hold all of them, and none would end. What was given up is prefilled again.
         """
-        while self._has_turns and not self._fits(prompt, self._beginning(prompt), requests, after_closing=True):
+        while self._has_turns and not self._fits(prompt, self._to_open(prompt), requests, after_closing=True):
             if not self._give_up():
                 break
 

@@ -114,12 +114,7 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
     """Moves requests from the head of the queue to idle slots, in order, each with the page of its first token.
 
     A request whose prompt is not prefilled yet holds up those behind it: its turn is next, and they are not many steps.
-
-    Args:
-      state: of the engine.
-      page_size: tokens of a page.
-      reserve: pages that stay free.
-      expected: pages that draws are expected to need (`admission.expected_pages`).
+    `reserve` pages stay free; `expected` is from `admission.expected_pages`.
     """
     slots, queue, prompts = state.slots, state.queue, state.prompts
     width = slots.table.shape[1]
@@ -168,11 +163,7 @@ def first_pages(
 def choose_work(state: Occupancy, decode_steps: Any, num_ended: Any, window: int) -> tuple[Any, Any, Any]:
     """Returns whether a window goes on, prefills and decodes (`decode.decode_window`); in numpy, too.
 
-    Args:
-      state: of the engine.
-      decode_steps: taken in this window.
-      num_ended: responses that ended in it.
-      window: most steps.
+    `decode_steps` were taken and `num_ended` responses ended in this window, which takes at most `window` steps.
     """
     slots, queue, missing = state.slots, state.queue, state.prompts.missing
     num_slots, active, is_waiting = len(slots.active), slots.active.sum(), queue.head < queue.end
@@ -223,12 +214,8 @@ def end(state: Occupancy, ended: Bool[Array, " S"], park_reserve: Int[Array, ""]
     """Ends responses: the turns of trajectories are parked where pages allow it, and other pages are released.
 
     A parked turn is an open prompt, the sequence of prompt and response, whose tokens are all in the cache. The next
-    turn is opened in its row. Whole pages of the prompt belong to both rows, as pages of a common beginning do.
-
-    Args:
-      state: of the engine.
-      ended: slots whose responses have ended.
-      park_reserve: pages that parked turns leave to responses and to prompts about to be opened.
+    turn is opened in its row. Whole pages of the prompt belong to both rows, as pages of a common beginning do. Parked
+    turns leave `park_reserve` pages to responses and to prompts about to be opened.
     """
     slots, prompts = state.slots, state.prompts
     num_rows, width = prompts.table.shape

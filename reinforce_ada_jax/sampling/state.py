@@ -107,21 +107,13 @@ class PromptTerms(Record):
 
 
 class Requests(Record):
-    """Requests on the device: those of a window's inputs, of queue entries, or of slots.
+    """Requests on the device: those of a window's inputs, of queue entries, or of slots."""
 
-    Attributes:
-      prompt_row: row of the open prompt.
-      output_row: row of `Outputs` that the response fills.
-      park_row: free prompt row that keeps the pages of prompt and response when it ends; beyond the rows: none does.
-      sampling: parameters.
-      key: uint32[R, 2] of the draw (`token.draw_keys`); in a window's inputs the address from which it is made.
-    """
-
-    prompt_row: Int[ArrayLike, "*R"]
-    output_row: Int[ArrayLike, "*R"]
-    park_row: Int[ArrayLike, "*R"]
+    prompt_row: Int[ArrayLike, "*R"]  # row of the open prompt
+    output_row: Int[ArrayLike, "*R"]  # row of `Outputs` that the response fills
+    park_row: Int[ArrayLike, "*R"]  # keeps the pages of prompt and response when it ends; beyond the rows: none
     sampling: Sampling
-    key: UInt32[ArrayLike, "*R words"]
+    key: UInt32[ArrayLike, "*R words"]  # of the draw (`token.draw_keys`); in window inputs its address
 
     def with_max_tokens(self, max_tokens: Int[ArrayLike, "*R"]) -> "Requests":
         """Returns the same requests with other limits."""
@@ -129,27 +121,16 @@ class Requests(Record):
 
 
 class WindowInputs(Record):
-    """Host inputs of a decode window.
+    """Host inputs of a decode window."""
 
-    Attributes:
-      requests: new ones, which queue behind those that wait already.
-      count: number of requests, at the front.
-      cancelled: output rows whose responses end with their next token; rows of finished ones mean nothing.
-      closing: prompt rows to release; none of their draws runs or waits.
-      opened: prompts to open, after that.
-      reserve: pages that new responses must leave free, for prompts about to be opened.
-      park_reserve: pages that parked turns must leave to responses and to those prompts.
-      survivors: responses seen that held at least 1, 2, ... pages of their own (admission.py).
-    """
-
-    requests: Requests
-    count: Int[ArrayLike, ""]
-    cancelled: Bool[ArrayLike, " O"]
-    closing: Bool[ArrayLike, " R"]
-    opened: OpenedPrompts
-    reserve: Int[ArrayLike, ""]
-    park_reserve: Int[ArrayLike, ""]
-    survivors: Int[ArrayLike, " width"]
+    requests: Requests  # new ones, which queue behind those that wait already
+    count: Int[ArrayLike, ""]  # number of requests, at the front
+    cancelled: Bool[ArrayLike, " O"]  # output rows whose responses end with their next token; finished ones: any
+    closing: Bool[ArrayLike, " R"]  # prompt rows to release; none of their draws runs or waits
+    opened: OpenedPrompts  # prompts to open, after that
+    reserve: Int[ArrayLike, ""]  # pages that new responses must leave free, for prompts about to be opened
+    park_reserve: Int[ArrayLike, ""]  # pages that parked turns must leave to responses and to those prompts
+    survivors: Int[ArrayLike, " width"]  # responses seen that held at least 1, 2, ... pages of their own (admission.py)
 
 
 class Queue(Record):
@@ -232,23 +213,14 @@ def occupancy(state: DecodeState) -> Occupancy:
 
 
 class WindowOutputs(Record):
-    """Outputs of a decode window, copied so that the next window may begin before the host reads them.
+    """Outputs of a decode window, copied so that the next window may begin before the host reads them."""
 
-    Attributes:
-      rows: new tokens of responses; status other than RUNNING where one ended in this window.
-      waiting: requests that no slot has taken yet.
-      free_pages: at the end of the window.
-      prompt_length: of each prompt row at the end of the window; above 1 where a turn is parked.
-      counts: of the window.
-      agreed: over several processes, the largest vote, and the most steps that a replica took in the window before.
-    """
-
-    rows: Outputs
-    waiting: Int[ArrayLike, ""]
-    free_pages: Int[ArrayLike, ""]
-    prompt_length: Int[ArrayLike, " R"]
+    rows: Outputs  # new tokens of responses; status other than RUNNING where one ended in this window
+    waiting: Int[ArrayLike, ""]  # requests that no slot has taken yet
+    free_pages: Int[ArrayLike, ""]  # at the end of the window
+    prompt_length: Int[ArrayLike, " R"]  # of each prompt row at the end of the window; above 1 where a turn is parked
     counts: WindowCounts
-    agreed: Int[ArrayLike, "2"] | None = None
+    agreed: Int[ArrayLike, "2"] | None = None  # largest vote, most steps of a replica in the window before
 
 
 class Prefix(Record):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from reinforce_ada_jax.policy.logprobs import distribution
+from reinforce_ada_jax.policy.transformer import distribution
 from reinforce_ada_jax.sampling import blocks as blocks_lib
 from reinforce_ada_jax.sampling.blocks import Blocks, first_largest, gumbel
 from reinforce_ada_jax.sampling.state import Sampling

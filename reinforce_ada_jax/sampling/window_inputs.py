@@ -17,21 +17,13 @@ from reinforce_ada_jax.sampling.state import (
 
 
 class OpenedPrompt(NamedTuple):
-    """A prompt as the device opens it.
+    """A prompt as the device opens it."""
 
-    Attributes:
-      row: of the prompt; also that of a parked turn with which it begins.
-      tokens: of the prompt.
-      like: row of a prompt with the same first tokens, or `row` itself.
-      shared: pages of that row, from the first on, with which this prompt begins.
-      cached: tokens in these pages.
-    """
-
-    row: int
-    tokens: Int[np.ndarray, " T"]
-    like: int = 0
-    shared: int = 0
-    cached: int = 0
+    row: int  # of the prompt; also that of a parked turn with which it begins
+    tokens: Int[np.ndarray, " T"]  # of the prompt
+    like: int = 0  # row of a prompt with the same first tokens, or `row` itself
+    shared: int = 0  # pages of that row, from the first on, with which this prompt begins
+    cached: int = 0  # tokens in these pages
 
 
 def window_inputs(
@@ -46,15 +38,8 @@ def window_inputs(
 ) -> WindowInputs:
     """Returns the inputs of one replica's window.
 
-    Args:
-      options: of the engine; there is room for `output_rows` entries.
-      entries: single requests, in the order in which slots take them.
-      closing: prompt rows to release.
-      opened: prompts to open, in the order in which they are prefilled.
-      reserve: pages that new responses must leave free.
-      survivors: from `admission.Lengths.survivors`.
-      cancelled: output rows whose responses end with their next token.
-      park_reserve: pages that parked turns must leave free or to slots.
+    The entries are single requests, at most `output_rows`, in the order in which slots take them; prompts are opened in
+    the order given. `survivors` is from `admission.Lengths`, and the other arguments are as in `WindowInputs`.
     """
     size = options.output_rows
     key = np.zeros((size, ADDRESS_WORDS), np.uint32)

@@ -76,21 +76,13 @@ class NotSavedError(OSError):
 
 @dataclasses.dataclass
 class Retention(checkpoint_managers.PreservationPolicy):
-    """Rule for the checkpoints to keep; Orbax's own policies know only the evaluations of this process.
+    """Rule for the checkpoints to keep; Orbax's own policies know only the evaluations of this process."""
 
-    Attributes:
-      newest: number of newest ones to keep.
-      best: number of those with the best evaluation; of equal ones the newest.
-      every: keep each iteration that this divides; 0: none.
-      evaluations: evaluation by iteration.
-      foreign: checkpoints of other runs, neither counted nor removed: {iteration: why it is one}.
-    """
-
-    newest: int
-    best: int
-    every: int
-    evaluations: dict[int, float]
-    foreign: dict[int, str]
+    newest: int  # number of newest ones to keep
+    best: int  # number of those with the best evaluation; of equal ones the newest
+    every: int  # keep each iteration that this divides; 0: none
+    evaluations: dict[int, float]  # evaluation by iteration
+    foreign: dict[int, str]  # checkpoints of other runs, neither counted nor removed: {iteration: why it is one}
 
     def of(self, iterations: Sequence[int]) -> set[int]:
         """Returns the iterations to keep."""
@@ -218,14 +210,8 @@ class Checkpoints:
         """Begins to write a checkpoint, once the one before is written; the state may be donated when this returns.
 
         If the iteration is saved already, with the same arrays, only its record is replaced; a saved evaluation stays
-        if none is given.
-
-        Args:
-          iteration: number of finished iterations.
-          learner: the arrays.
-          run: the record, as JSON; `iteration` and the run's id are added.
-          evaluation: of these weights, higher is better; None if they were not evaluated.
-          sampler: weights that the next iteration is drawn from, where they are not the learner's.
+        if none is given. `run` is the record, to which the iteration and the run's id are added. `sampler` are the
+        weights that the next iteration is drawn from, where they are not the learner's.
         """
         own = {"run_id": self._run_id, "iteration": iteration, "evaluation": evaluation}
         own["fingerprints"] = fingerprints.numbers(learner)
@@ -315,12 +301,8 @@ class Checkpoints:
     ) -> tuple[LearnerState, dict[str, Any], Params | None]:
         """Returns the learner's state of an iteration, its record, and the weights that the next one is drawn from.
 
-        Args:
-          iteration: of the checkpoint.
-          target: shapes, dtypes and shardings of the state.
-          sampler: those of the weights to draw from; None: they are not read. They are None where the checkpoint has no
-            others than the learner's.
-          accept: refuses a record by raising ValueError, before arrays are read.
+        `target` and `sampler` give shapes, dtypes and shardings. Without `sampler` these weights are not read; they are
+        None where the checkpoint has the learner's alone. `accept` may refuse the record with a ValueError.
 
         Raises:
           DamagedError: a part of it can't be read, by any process, or is not what was saved.
@@ -336,10 +318,8 @@ class Checkpoints:
     def restore_params(self, iteration: int, target: Params, only: str = "") -> Params:
         """Returns the learner's weights of an iteration; the optimizer's arrays are not read.
 
-        Args:
-          iteration: of the checkpoint.
-          target: shapes, dtypes and shardings of all weights.
-          only: dotted name of the one weight that is read, and returned in the same tree without the others.
+        `target` gives shapes, dtypes and shardings of all weights. With `only`, a dotted name, one weight is read, and
+        returned in the same tree without the others.
 
         Raises:
           DamagedError: a part of them can't be read, or is not what was saved.

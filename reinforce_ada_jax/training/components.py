@@ -84,8 +84,7 @@ def local_folder(path: str) -> pathlib.Path:
 def model_folder(path: str) -> pathlib.Path:
     """Returns the folder of a model: a folder of this machine; one of a bucket or of the hub is fetched once.
 
-    Raises:
-      ValueError: `path` names a model of the hub that can't be fetched, or nothing in its bucket.
+    Raises ValueError where the hub or the bucket has no such model.
     """
     if buckets.is_bucket(path):
         return buckets.fetch(path)
@@ -96,8 +95,7 @@ def model_folder(path: str) -> pathlib.Path:
 def load_problems(source: str, config: Config) -> list[Problem]:
     """Returns the problems of a source. Benchmarks may lack the columns that `data` names.
 
-    Raises:
-      ValueError: the source can't be read; or its responses are programs, and a problem has no tests.
+    Raises ValueError where the source can't be read, or its responses are programs and a problem has no tests.
     """
     data, trained_on = config.data, source == config.data.prompts
     kind = "" if config.reward.path or config.environment.path else config.reward.kind
@@ -263,8 +261,7 @@ def engine_options(
 def for_devices(config: Config, workdir: pathlib.Path | None = None) -> Config:
     """Returns the configuration with `model.compute_dtype` chosen: that of the run in `workdir`, or by the devices.
 
-    Raises:
-      ValueError: JAX finds no device, or the work directory is damaged.
+    Raises ValueError where JAX finds no device, or the work directory is damaged.
     """
     config = config if workdir is None else with_saved_dtype(config, workdir)
     return platform_lib.chosen_dtype(config, mesh_lib.available_devices()[0].platform)
@@ -273,10 +270,7 @@ def for_devices(config: Config, workdir: pathlib.Path | None = None) -> Config:
 def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None) -> Components:
     """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
 
-    `strategy` is that of a training.
-
-    Raises:
-      ValueError: the folder, the configuration or the machine is wrong; the message says what to change.
+    `strategy` is that of a training. Raises ValueError where the folder, the configuration or the machine is wrong.
     """
     mesh_lib.available_devices()
     architecture = read_config(folder)

@@ -41,9 +41,7 @@ class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[D
     def take(self, stop: Stop) -> Drawn | None:
         """Waits for the collection in flight and returns it, once; None if none was started.
 
-        Raises:
-          Interrupted: the run was asked to end.
-          Exception: what ended the collection.
+        What ended a collection is raised here, and Interrupted if the run was asked to end.
         """
         self.wait(stop)
         drawing, self._drawing = self._drawing, None

@@ -33,49 +33,29 @@ from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Sco
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """Everything that decides what is drawn for one iteration; nothing changes it while it is drawn.
-
-    Attributes:
-      iteration: number of the iteration.
-      choice: its prompts.
-      weights: to draw from: the learner's, or those that the engine made of them.
-      policy_version: iterations whose updates are in the weights.
-      partial_rollouts: of `RunState`.
-      reshard: cost of the weights where the engine made them before; None: their layout is made for this drawing.
-      kept: what an earlier start of the run has drawn and kept of this iteration.
-      noise: of scores in the iterations before, where the control variate depends on it; else None.
-    """
+    """Everything that decides what is drawn for one iteration; nothing changes it while it is drawn."""
 
     iteration: int
-    choice: Choice
-    weights: Params
-    policy_version: int
-    partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
-    reshard: Reshard | None = None
-    kept: CollectedShard | None = None
-    noise: ScoreNoise | None = None
+    choice: Choice  # of prompts
+    weights: Params  # to draw from: the learner's, or those that the engine made of them
+    policy_version: int  # iterations whose updates are in the weights
+    partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # of `RunState`
+    reshard: Reshard | None = None  # where the engine made the weights before; None: they are laid out now
+    stored: CollectedShard | None = None  # responses of this iteration that an earlier start has drawn
+    noise: ScoreNoise | None = None  # of scores so far, where the control variate depends on it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drawn:
-    """Responses of one iteration with their verdicts.
+    """Responses of one iteration with their verdicts."""
 
-    Attributes:
-      source: what they were drawn from.
-      collected: pools and counts.
-      seconds: metrics of the time that drawing and grading took.
-    """
-
-    source: Source
-    collected: CollectedShard
-    seconds: dict[str, float]
+    source: Source  # what they were drawn from
+    collected: CollectedShard  # pools and counts
+    seconds: dict[str, float]  # metrics of the time that drawing and grading took
 
 
-def choose(run: Run, state: RunState, kept: CollectedShard | None = None) -> Source:
-    """Returns the prompts of the iteration after `state`, and the weights that it is drawn from.
-
-    `kept` are the responses that an earlier start kept of it.
-    """
+def choose(run: Run, state: RunState, stored: CollectedShard | None = None) -> Source:
+    """Returns the prompts of the iteration after `state`, and the weights that it is drawn from."""
     iteration, count = state.iteration + 1, run.config.collection.prompts_per_iteration
     if state.sampler is None:
         weights, version = run.policy(state), state.iteration
@@ -87,7 +67,7 @@ def choose(run: Run, state: RunState, kept: CollectedShard | None = None) -> Sou
         weights=weights,
         policy_version=version,
         partial_rollouts=state.partial_rollouts,
-        kept=kept,
+        stored=stored,
         noise=state.averages.score_noise() if run.config.collection.control_variate == "noise" else None,
     )
 
@@ -115,10 +95,10 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     """
     begin, verify_s = time.monotonic(), run.verifiers.busy_s
     run.components.graders(run.verifiers).failure = ""
-    kept, upcoming = source.kept or CollectedShard([]), source.choice.upcoming
-    if kept.pools:
-        collected = kept
-        upcoming.partial.update(kept.partial)
+    stored, upcoming = source.stored or CollectedShard([]), source.choice.upcoming
+    if stored.pools:
+        collected = stored
+        upcoming.partial.update(stored.partial)
         if isinstance(run.estimator, ValueHead):  # `observe` needs the features of the prompts
             run.estimator.estimate(source.weights, source.choice.prompts)
     else:
@@ -127,13 +107,13 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
             run.strategy,
             source.choice.replacements,
             _estimate_fn(run, source),
-            {**source.partial_rollouts, **kept.partial},
+            {**source.partial_rollouts, **stored.partial},
             upcoming,
             None if run.journal is None else run.journal.begin(source.iteration),
         )
         draw_job = _draw_fn(run, source, stop)
         pools, counts = draw_job(job) if processes.count() == 1 else collect_everywhere(job, draw_job)
-        collected = CollectedShard(pools, upcoming.partial, dict(counts + collections.Counter(kept.counts)))
+        collected = CollectedShard(pools, upcoming.partial, dict(counts + collections.Counter(stored.counts)))
     for pool in collected.pools:
         check_drawn(pool.responses, run.config, source.iteration)
     seconds = {

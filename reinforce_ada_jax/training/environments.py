@@ -43,11 +43,7 @@ class Environments:
     """Environments of one run; `pool` has their processes, which start with the first request."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
-        """Checks the file, and starts one process, which reads the class.
-
-        Raises:
-          ValueError: `environment.path` names no environment.
-        """
+        """Checks the file and starts one process, which reads the class; ValueError if there is no environment."""
         settings, self._config, self._tokenizer = config.environment, config, tokenizer
         reference = loading.file_reference(settings.path)
         self.pool = EnvironmentPool(reference, config.reward.workers, config.reward.time_limit_s)
@@ -56,11 +52,7 @@ class Environments:
         self._chat = dataclasses.replace(chat_from_config(config), tools=self.tools)
 
     def with_messages(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Returns the problems with the first messages of their environments.
-
-        Raises:
-          ValueError: an environment failed.
-        """
+        """Returns the problems with the first messages of their environments; ValueError if one failed."""
         self.pool.failure = ""
         given = [_given(each["id"], each["problem"], each["answer"], each.get("columns", {})) for each in problems]
         try:

@@ -43,10 +43,6 @@ def numbers(arrays: LearnerState | Params) -> list[int]:
 
 
 def recorded(workdir: pathlib.Path, iteration: int) -> str:
-    """Returns a hash of a checkpoint's arrays, from the fingerprints in its record: no array is read.
-
-    Raises:
-      DamagedError: the record can't be read.
-    """
+    """Returns a hash of a checkpoint's arrays by its record, without an array; DamagedError if it can't be read."""
     numbers = records.read(buckets.checkpoints(workdir), iteration)["fingerprints"]
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()

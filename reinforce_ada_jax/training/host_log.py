@@ -46,12 +46,7 @@ class _Copied:
 
 @contextlib.contextmanager
 def copying(workdir: pathlib.Path, begin: str) -> Iterator[None]:
-    """Copies what this process prints to its log; an error that ends the block is there with its stack trace.
-
-    Args:
-      workdir: work directory of the run.
-      begin: first line, after a description of the process.
-    """
+    """Copies what this process prints to its log, after the line `begin`, and an error that ends the block."""
     file = workdir / "logs" / f"host-{processes.index()}.log"
     file.parent.mkdir(exist_ok=True)
     outputs = sys.stdout, sys.stderr

@@ -19,11 +19,11 @@ from reinforce_ada_jax.training import response_journal, reward_check
 from reinforce_ada_jax.training.drawing import Drawn, choose, draw, draw_metrics, make_groups
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState
-from reinforce_ada_jax.training.updates import check_logprobs, make_minibatches, make_updates
+from reinforce_ada_jax.training.updates import make_updates, score_groups
 
 
 def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStopped | None]:
-    """Collects responses, updates the weights, and advances the data.
+    """Chooses prompts, draws and grades responses, groups them, scores them, and updates the weights.
 
     Where the sampler has devices of its own, the next iteration is drawn there during the updates, from the weights
     before them, and `run.ahead` holds it until the next call.
@@ -38,93 +38,67 @@ def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStoppe
       TrainingStopped: no response could be graded, or the log-probabilities forbid an update; `state` is unchanged.
     """
     begin = time.monotonic()
-    drawn = run.ahead.take(run.stop)
-    if drawn is None:  # always, unless it was drawn during the updates before
-        source = choose(run, state, _read_journal(run, state))
-        drawn = draw(run, source, run.stop)
-    waited_s = time.monotonic() - begin
-    _keep(run, state, drawn.collected)
+    drawn = run.ahead.take(run.stop)  # None, unless it was drawn during the updates before
+    if drawn is None:
+        prompts = choose(run, state, _read_journal(run, state))
+        drawn = draw(run, prompts, run.stop)  # and grades
+    waited = {"time/wait_s": time.monotonic() - begin} if run.config.draws_ahead else {}
+    _write_journal(run, state, drawn.collected)
+
     groups = make_groups(run, drawn)
-    _write_samples(run, state, groups)
-    _check_verdicts(run, state, groups)
-    metrics = draw_metrics(run, drawn, groups) | _observe(run, groups)
-    after = RunState(
-        learner=state.learner,
-        selection=run.selection.to_json(),
-        iteration=state.iteration + 1,
-        partial_rollouts=drawn.source.choice.upcoming.partial,
-        estimator=None if run.estimator is None else run.estimator.to_json(),
-        averages=_averages_after(state, drawn),
-    )
-    if run.config.draws_ahead:
-        metrics["time/wait_s"] = waited_s
-        after = _begin_next(run, after)
+    _report(run, state, groups)
+    metrics = draw_metrics(run, drawn, groups) | _observe(run, groups) | waited
+    after = _begin_next(run, _without_updates(run, state, drawn))
+
     run.ready_to_update(run.stop.check)
     run.progress.phase("updating")
-    _warn_of_missing_groups(run, state, groups)
-
-    begin = time.monotonic()
-    minibatches = make_minibatches(run, state, groups)
-    minibatches, gaps = check_logprobs(run, state, minibatches)
-    metrics["time/score_s"] = time.monotonic() - begin
+    minibatches, scored = score_groups(run, state, groups)
     run.stop.agree()
     done = make_updates(run, state, minibatches)
     num_updates = done.metrics["update/count"]
     if done.stopped is not None and not num_updates:
         # The iteration is not in the weights: the next start draws it again, and counts its skips again.
         return dataclasses.replace(state, learner=done.learner), done.stopped
-    metrics |= gaps | done.metrics | {"update/skipped": len(minibatches) - num_updates}
+    metrics |= scored | done.metrics | {"update/skipped": len(minibatches) - num_updates}
     after = dataclasses.replace(after, learner=done.learner, skipped_in_a_row=done.skipped_in_a_row, pending=metrics)
     return after, done.stopped
 
 
 def _read_journal(run: Run, state: RunState) -> CollectedShard | None:
-    """Returns the responses that an earlier start kept of the next iteration, if it kept any."""
+    """Returns the responses of the next iteration that an earlier start has stored, if it has."""
     found = None if run.journal is None else run.journal.read(state, run.prompts)
     if found is not None:
-        run.progress.note(f"iteration {state.iteration + 1} begins with {found.num_responses:,} kept responses")
+        run.progress.note(f"iteration {state.iteration + 1} begins with {found.num_responses:,} stored responses")
     return found
 
 
-def _averages_after(state: RunState, drawn: Drawn) -> averages.Averages:
-    """Returns the averages of a run after an iteration."""
-    pools, noise = drawn.collected.pools, drawn.source.noise
-    return state.averages.after(averages.rounds(pools) | ({} if noise is None else averages.score_squares(pools)))
-
-
-def _keep(run: Run, state: RunState, collected: CollectedShard) -> None:
-    """Writes the responses of an iteration before its updates, for a run that ends in them."""
+def _write_journal(run: Run, state: RunState, collected: CollectedShard) -> None:
+    """Stores the responses of an iteration before its updates, for a run that ends in them."""
     if run.journal is not None and not run.journal.write(state, collected):
         run.progress.say(
-            f"iteration {state.iteration + 1}: its responses are not kept for a resume. They would need more than "
-            f"{response_journal.MOST_BYTES / 1e9:g} GB with those kept before."
+            f"iteration {state.iteration + 1}: its responses are not stored for a resume. They would need more than "
+            f"{response_journal.MOST_BYTES / 1e9:g} GB with those stored before."
         )
 
 
-def _begin_next(run: Run, after: RunState) -> RunState:
-    """Hands the weights over to the sampler, and begins to draw what follows the iteration that is to be learned.
+def _report(run: Run, state: RunState, groups: Sequence[Group]) -> None:
+    """Writes some responses as text, and says what is wrong with the verdicts or the groups.
 
-    `after` is the state after that iteration, with the weights before its updates; it is returned with the sampler's.
+    Raises:
+      TrainingStopped: too many responses could not be graded.
     """
-    assert run.rollouts is not None
-    after = dataclasses.replace(after, sampler=run.rollouts.decode_weights(run.policy(after)))
-    if after.iteration < run.config.iterations:
-        source = dataclasses.replace(choose(run, after), reshard=run.rollouts.reshard)
-        run.ahead.begin(functools.partial(draw, run, source))
-    return after
-
-
-def _observe(run: Run, groups: Sequence[Group]) -> dict[str, float]:
-    """Lets the choice of prompts and the estimator of pass rates learn from the groups; returns their metrics."""
-    metrics = dict(run.selection.observe(groups))
-    return metrics if run.estimator is None else metrics | run.estimator.observe([group.pool for group in groups])
-
-
-def _write_samples(run: Run, state: RunState, groups: Sequence[Group]) -> None:
-    """Writes some of the responses as text."""
     if processes.is_writer():
         file = run.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"
         samples.write(file, groups[: run.config.logging.sampled_prompts], run.components.tokenizer.decode)
+    _check_verdicts(run, state, groups)
+    wanted, num_kept = run.config.collection.prompts_per_iteration, sum(bool(group.kept.size) for group in groups)
+    if run.strategy.extra_batches and num_kept < wanted:
+        run.progress.say(
+            f"iteration {state.iteration + 1}: {num_kept} of {wanted} groups have a signal after {len(groups)} "
+            "prompts, which are all that collection.max_extra_batches and the data allow; the update uses these."
+        )
+    if not num_kept:
+        run.progress.say(f"iteration {state.iteration + 1}: every group was dropped, so nothing is updated.")
 
 
 def _check_verdicts(run: Run, state: RunState, groups: Sequence[Group]) -> None:
@@ -142,13 +116,36 @@ def _check_verdicts(run: Run, state: RunState, groups: Sequence[Group]) -> None:
         run.progress.note(f"first response, to problem {pool.prompt.id!r}: {text} gets the reward {given}")
 
 
-def _warn_of_missing_groups(run: Run, state: RunState, groups: Sequence[Group]) -> None:
-    """Says so if an iteration trains on fewer groups than configured."""
-    wanted, kept = run.config.collection.prompts_per_iteration, sum(bool(group.kept.size) for group in groups)
-    if run.strategy.extra_batches and kept < wanted:
-        run.progress.say(
-            f"iteration {state.iteration + 1}: {kept} of {wanted} groups have a signal after {len(groups)} prompts, "
-            "which are all that collection.max_extra_batches and the data allow; the update uses these."
-        )
-    if not kept:
-        run.progress.say(f"iteration {state.iteration + 1}: every group was dropped, so nothing is updated.")
+def _observe(run: Run, groups: Sequence[Group]) -> dict[str, float]:
+    """Lets the choice of prompts and the estimator of pass rates learn from the groups; returns their metrics."""
+    metrics = dict(run.selection.observe(groups))
+    return metrics if run.estimator is None else metrics | run.estimator.observe([group.pool for group in groups])
+
+
+def _without_updates(run: Run, state: RunState, drawn: Drawn) -> RunState:
+    """Returns the state after an iteration, with the weights before its updates."""
+    pools, noise = drawn.collected.pools, drawn.source.noise
+    observed = averages.rounds(pools) | ({} if noise is None else averages.score_squares(pools))
+    return RunState(
+        learner=state.learner,
+        selection=run.selection.to_json(),
+        iteration=state.iteration + 1,
+        partial_rollouts=drawn.source.choice.upcoming.partial,
+        estimator=None if run.estimator is None else run.estimator.to_json(),
+        averages=state.averages.after(observed),
+    )
+
+
+def _begin_next(run: Run, after: RunState) -> RunState:
+    """Returns the state with the sampler's weights, and begins to draw the next iteration from them.
+
+    Nothing is done where the sampler has no devices of its own.
+    """
+    if not run.config.draws_ahead:
+        return after
+    assert run.rollouts is not None
+    after = dataclasses.replace(after, sampler=run.rollouts.decode_weights(run.policy(after)))
+    if after.iteration < run.config.iterations:
+        source = dataclasses.replace(choose(run, after), reshard=run.rollouts.reshard)
+        run.ahead.begin(functools.partial(draw, run, source))
+    return after

@@ -34,17 +34,11 @@ class Ending(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """End of a run.
+    """End of a run."""
 
-    Attributes:
-      ending: how it ended.
-      message: for the user; "" if the run finished.
-      state: the last state; None if the disk failed.
-    """
-
-    ending: Ending
-    message: str = ""
-    state: RunState | None = None
+    ending: Ending  # how it ended
+    message: str = ""  # for the user; "" if the run finished
+    state: RunState | None = None  # the last state; None if the disk failed
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -125,7 +119,7 @@ def _interrupted(run: Run, state: RunState) -> Outcome:
     if state.donated or _is_late(run, state):
         return Outcome(ending, f"{event}; {_not_saved(run, state)} {_resuming(run)}", state)
     save(run, state)
-    more = f"{written:,} responses of the next one are kept. " if written else ""
+    more = f"{written:,} responses of the next one are stored. " if written else ""
     return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {more}{_resuming(run)}", state)
 
 
@@ -163,7 +157,7 @@ def _not_saved(run: Run, state: RunState) -> str:
     lost = "its updates" if state.donated else "a checkpoint"
     return (
         f"{saved}, because {lost} would end later than checkpoint.notice_s ({notice_s:g} s) after the signal. The "
-        "responses drawn since then are kept."
+        "responses drawn since then are stored."
     )
 
 

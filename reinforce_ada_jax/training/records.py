@@ -68,10 +68,7 @@ def read(folder: AnyPath, iteration: int) -> dict[str, Any]:
 def foreign(record: Mapping[str, Any], iteration: int, run_id: str | None) -> str:
     """Returns why the record in the folder of an iteration belongs to no checkpoint of a run; "" if it does.
 
-    Args:
-      record: as `read` returns it.
-      iteration: number of the folder.
-      run_id: of the run; None: not known.
+    With `run_id` None only the iteration is compared.
     """
     if record.get("iteration") != iteration:
         return f"its record is that of iteration {record.get('iteration')}"

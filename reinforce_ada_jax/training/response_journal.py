@@ -41,39 +41,30 @@ class ResponseJournal:
     ):
         """Finds the files of an earlier start; all processes must call it.
 
-        Args:
-          workdir: of the run.
-          identity: of the run; files with another one are not used.
-          limit_bytes: most bytes of all files together.
-          broken_off: also keep the responses of a collection that is not complete. The others are then drawn in other
-            slots, so this needs devices, or numerics, that round alike in each slot.
-          ready: waits until the program of the fingerprints is compiled.
+        Files of a run with another identity are not used, and all files together have at most `limit_bytes`. With
+        `broken_off` the responses of a collection that is not complete are stored, too. The others are then drawn in
+        other slots, so this needs devices, or numerics, that round alike in each slot. `ready` waits until the program
+        of the fingerprints is compiled.
         """
         self._folder, self._limit_bytes = workdir / FOLDER, limit_bytes
         self._identity, self._ready = json_hash(identity), ready
-        self._keeps_broken_off = broken_off
+        self._stores_broken_off = broken_off
         self._broken_off: dict[int, CollectedShard] = {}
         files = self._folder.glob(f"*{SUFFIX}") if processes.is_writer() else ()
         found = json.dumps([int(file.stem) for file in files if file.stem.isdecimal()])
         self._found: set[int] = set(json.loads(processes.of_writer(found)))
 
     def begin(self, iteration: int) -> CollectedShard | None:
-        """Returns a record for the responses of a collection that may be broken off; None if they are not kept."""
+        """Returns a record for the responses of a collection that may be broken off; None if they are not stored."""
         self._broken_off.clear()
-        if self._keeps_broken_off:
+        if self._stores_broken_off:
             self._broken_off[iteration] = CollectedShard([])
         return self._broken_off.get(iteration)
 
     def read(self, state: RunState, prompts: Iterable[Prompt]) -> CollectedShard | None:
-        """Returns what is kept of the iteration after `state`, whose weights must be those that it was drawn from.
+        """Returns what is stored of the iteration after `state`, if it was drawn from the weights of `state`.
 
-        Args:
-          state: before the iteration.
-          prompts: of the run.
-
-        Returns:
-          A record with the pools of all prompts if the collection was complete, otherwise with the rollouts of those
-          that have any; None if nothing is kept, or not of these weights.
+        The record has the pools of all prompts if the collection was complete, otherwise the rollouts so far.
         """
         iteration = state.iteration + 1
         if iteration not in self._found:
@@ -85,7 +76,7 @@ class ResponseJournal:
         return from_bytes(content, prompts) if header == self._header(state, content) else None
 
     def write(self, state: RunState, collected: CollectedShard) -> bool:
-        """Keeps a complete collection of the iteration after `state`; every process must call it.
+        """Stores a complete collection of the iteration after `state`; every process must call it.
 
         Returns False if it is larger than the limit allows.
         """
@@ -102,7 +93,7 @@ class ResponseJournal:
         return True
 
     def write_broken_off(self, state: RunState) -> int:
-        """Keeps the responses of a collection that was broken off after `state`; returns their number.
+        """Stores the responses of a collection that was broken off after `state`; returns their number.
 
         Every process must call it. If all of them are larger than the limit, some prompts have none.
         """

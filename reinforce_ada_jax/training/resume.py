@@ -31,9 +31,8 @@ def identity(
 ) -> dict[str, Any]:
     """Returns, as JSON, the architecture and fingerprints of configuration, prompts, reward and frozen weights.
 
-    The frozen weights are the base under adapters ("base"), or the reference of the KL term ("reference"); otherwise
-    None. `reward` is a function that `train` was given; None if the configuration names the reward. A run that is
-    `supervised` has none.
+    The frozen weights are the base under adapters, or the reference of the KL term. `reward` is a function that `train`
+    was given; None if the configuration names the reward. A run that is `supervised` has none.
     """
     weights = None
     if config.lora.rank or config.learning.kl_coefficient:
@@ -76,14 +75,9 @@ def check(
     *,
     accept_reward: bool = False,
 ) -> None:
-    """Raises ValueError if `saved`, the record of a checkpoint, belongs to another run than the configured one.
+    """Raises ValueError if a checkpoint's record `saved` belongs to another run than the one of the identity `ours`.
 
-    Args:
-      workdir: of the run.
-      folder: of the model.
-      ours: `identity` of the run as it is now.
-      saved: a record with the `identity` of the run that wrote it.
-      accept_reward: the user's reward functions may have changed.
+    With `accept_reward` the user's reward functions may have changed. `folder` is that of the model.
     """
     named = buckets.origin(workdir)
     if (ours["reward"] == SUPERVISED) != (saved["reward"] == SUPERVISED):

@@ -55,67 +55,36 @@ IterateFn = Callable[["Run", RunState], tuple[RunState, TrainingStopped | None]]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Run:
-    """Settings, data, programs and files of a run. It is built once, at the start, and never changes.
-
-    Attributes:
-      config: of the run.
-      workdir: its work directory.
-      components: model folder, tokenizer, mesh and engine.
-      prompts: the training set.
-      demonstrations: in supervised training, the responses to the prompts, by prompt id.
-      selection: choice of prompts; its state is in `RunState.selection`.
-      strategy: stopping rule and choice of responses.
-      verifiers: the verifier processes; `run_to_end` starts and ends them.
-      rollouts: the engine's decode state; None in supervised training, which draws nothing.
-      estimator: of pass rates, where the strategy plans with them; its state is in `RunState.estimator`.
-      learner: the compiled scoring and update.
-      base: frozen weights under the adapters; None if all weights are trained.
-      reference: weights that the KL term compares with; None without one.
-      ready_to_sample: waits until the engine's programs are compiled.
-      ready_to_update: waits until the programs of the updates are compiled.
-      iterate: makes an iteration: `train_iteration`, or that of supervised training.
-      evaluator: None if the run doesn't evaluate.
-      ahead: the collection that is drawn during the updates, where the sampler has devices of its own.
-      stop: the signal to stop, asked wherever the run may have to end.
-      interrupt: what gives that signal: Ctrl-C, SIGTERM, and notices that a machine is taken away.
-      progress: the line at the terminal.
-      checkpoints: the folder of checkpoints.
-      identity: what a resumed run must find unchanged.
-      journal: responses of iterations that no checkpoint holds yet; None: there is none.
-      writer: of the metrics, in process 0.
-      compiles: counter of XLA compilations.
-      copy: local copy of a work directory in a bucket.
-      command: name of the command, to resume the run with.
-    """
+    """Settings, data, programs and files of a run. It is built once, at the start, and never changes."""
 
     config: Config
     workdir: pathlib.Path
-    components: Components
-    prompts: list[Prompt]
-    demonstrations: Mapping[str, Demonstration] = dataclasses.field(default_factory=dict)
-    selection: Selection
-    strategy: Strategy
-    verifiers: VerifierPool
-    rollouts: Rollouts | None
-    estimator: Ema | ValueHead | None = None
-    learner: Learner
-    base: Params | None = None
-    reference: Params | None = None
-    ready_to_sample: Ready = always_ready
-    ready_to_update: Ready = always_ready
-    iterate: IterateFn
-    evaluator: Evaluator | None = None
-    ahead: "DrawAhead[Drawn]" = dataclasses.field(default_factory=DrawAhead)
-    stop: Stop
-    interrupt: Interrupt
-    progress: Progress
+    components: Components  # model folder, tokenizer, mesh and engine
+    prompts: list[Prompt]  # the training set
+    demonstrations: Mapping[str, Demonstration] = dataclasses.field(default_factory=dict)  # responses, by prompt id
+    selection: Selection  # choice of prompts; its state is in `RunState.selection`
+    strategy: Strategy  # stopping rule and choice of responses
+    verifiers: VerifierPool  # the verifier processes; `run_to_end` starts and ends them
+    rollouts: Rollouts | None  # the engine's decode state; None in supervised training, which draws nothing
+    estimator: Ema | ValueHead | None = None  # of pass rates, where the strategy plans
+    learner: Learner  # the compiled scoring and update
+    base: Params | None = None  # frozen weights under the adapters; None if all weights are trained
+    reference: Params | None = None  # weights that the KL term compares with; None without one
+    ready_to_sample: Ready = always_ready  # waits until the engine's programs are compiled
+    ready_to_update: Ready = always_ready  # waits until the programs of the updates are compiled
+    iterate: IterateFn  # makes an iteration: `train_iteration`, or that of supervised training
+    evaluator: Evaluator | None = None  # None if the run doesn't evaluate
+    ahead: "DrawAhead[Drawn]" = dataclasses.field(default_factory=DrawAhead)  # drawn during the updates
+    stop: Stop  # the signal to stop, asked wherever the run may have to end
+    interrupt: Interrupt  # what gives that signal: Ctrl-C, SIGTERM, and notices that a machine is taken away
+    progress: Progress  # the line at the terminal
     checkpoints: "Checkpoints"
-    identity: Mapping[str, Any]
-    journal: ResponseJournal | None = None
-    writer: MetricsWriter | None = None
-    compiles: CompileCounter
-    copy: LocalCopy | None = None
-    command: str = "train"
+    identity: Mapping[str, Any]  # what a resumed run must find unchanged
+    journal: ResponseJournal | None = None  # responses of iterations that no checkpoint holds yet; None: there is none
+    writer: MetricsWriter | None = None  # of the metrics, in process 0
+    compiles: CompileCounter  # counter of XLA compilations
+    copy: LocalCopy | None = None  # local copy of a work directory in a bucket
+    command: str = "train"  # name of the command, to resume the run with
 
     def policy(self, state: RunState) -> Params:
         """Returns the current weights, to score with and to decode from. The next update donates them."""

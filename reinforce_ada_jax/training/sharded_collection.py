@@ -28,26 +28,15 @@ _COMPLETE, _BROKEN_OFF = b"c", b"b"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """Arguments of `collect`, of the same names.
-
-    Attributes:
-      prompts: P prompts.
-      strategy: their stopping rule.
-      replacements: prompts that replace those of which nothing is kept.
-      estimate_fn: estimates the pass rates of prompts.
-      partial: responses drawn before, by prompt id.
-      prefetch: prompts of the next collection.
-      broken_off: is filled with the rollouts and counts of all processes if the collection is broken off; None: these
-        are lost.
-    """
+    """Arguments of `collect`, of the same names."""
 
     prompts: Sequence[Prompt]
     strategy: Strategy
-    replacements: Sequence[Prompt] = ()
-    estimate_fn: EstimateFn | None = None
-    partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
-    prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
-    broken_off: CollectedShard | None = None
+    replacements: Sequence[Prompt] = ()  # prompts that replace those of which nothing is kept
+    estimate_fn: EstimateFn | None = None  # of pass rates
+    partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id
+    prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))  # prompts of the next collection
+    broken_off: CollectedShard | None = None  # filled if the collection ends early; None: its draws are lost
 
 
 # Draws a job on this process's devices; counts of its sampler come with the pools.
@@ -68,11 +57,9 @@ def split(weights: Sequence[float], num_shards: int) -> list[list[int]]:
 def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
     """Returns the pools of all prompts, as `collect` does, in each of several processes; so is `job.prefetch.partial`.
 
-    Shards are balanced by planned draws if the strategy plans; otherwise they have equal numbers of prompts.
-
-    Args:
-      job: the same in every process.
-      draw: called with this process's shard, which may have no prompts: all take part in the programs of decoding.
+    The job is the same in every process. `draw` gets this process's shard, which may have no prompts: all take part in
+    the programs of decoding. Shards are balanced by planned draws if the strategy plans; otherwise they have equal
+    numbers of prompts.
 
     Raises:
       Interrupted: in every process, if it was raised in any.

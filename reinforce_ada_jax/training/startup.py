@@ -52,31 +52,18 @@ LoadBenchmarksFn = Callable[[Config, Components], Evaluator | None]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
-    """Checked input of a run, without weights and compiled programs.
+    """Checked input of a run, without weights and compiled programs."""
 
-    Attributes:
-      config: with the precision that is computed in.
-      components: model, tokenizer, mesh and engine.
-      selection: choice of prompts.
-      strategy: stopping rule and choice of responses.
-      learner: the learner's programs, with the loss that `learning.loss` names.
-      prompts: tokenised prompts of data.prompts.
-      read: one line on the columns that they were read from.
-      evaluator: of the benchmarks; None without benchmarks.
-      verifiers: the verifier processes, not started.
-      reward: what `reward.path` gives to a reference answer; "" for a built-in reward.
-    """
-
-    config: Config
-    components: Components
-    selection: Selection
-    strategy: Strategy
-    learner: Learner
-    prompts: list[Prompt]
-    read: str
-    evaluator: Evaluator | None
-    verifiers: VerifierPool
-    reward: str
+    config: Config  # with the precision that is computed in
+    components: Components  # model, tokenizer, mesh and engine
+    selection: Selection  # choice of prompts
+    strategy: Strategy  # stopping rule and choice of responses
+    learner: Learner  # the learner's programs, with the loss that `learning.loss` names
+    prompts: list[Prompt]  # tokenised prompts of data.prompts
+    read: str  # one line on the columns that they were read from
+    evaluator: Evaluator | None  # of the benchmarks; None without benchmarks
+    verifiers: VerifierPool  # the verifier processes, not started
+    reward: str  # what `reward.path` gives to a reference answer; "" for a built-in reward
 
     def summary(self, workdir: pathlib.Path) -> str:
         """Returns the text that a run prints before it begins."""
@@ -91,10 +78,8 @@ def read_inputs(
 ) -> Inputs:
     """Reads and checks all input of a run; of the weights, names and shapes. Writes and compiles nothing.
 
-    `reward` grades instead of the configured reward, in this process.
-
-    Raises:
-      ValueError: the user must change the configuration, a file or the work directory.
+    `reward` grades instead of the configured reward, in this process. Raises ValueError where the user must change
+    the configuration, a file or the work directory; `start` does, too.
     """
     config_lib.check(config)
     strategy = strategies.build(config.collection, regularized=config.regularized)
@@ -131,11 +116,7 @@ def start(
 ) -> tuple[Run, RunState]:
     """Checks the input and builds a run, or resumes the one in `workdir`; `stack` closes its files.
 
-    `reward` grades instead of the configured reward, in this process. `workdir` is the folder of `copy`, if it is in
-    a bucket.
-
-    Raises:
-      ValueError: the user must change the configuration, a file or the work directory.
+    `workdir` is the folder of `copy`, if it is in a bucket.
     """
     # 1. Input. An error in the weights, too, shows before the first file is written.
     inputs = read_inputs(config, workdir, load_benchmarks, reward)
@@ -205,8 +186,7 @@ def start(
 def take_workdir(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
     """Locks a work directory until `stack` is closed, and writes what the run is.
 
-    Raises:
-      ValueError: another training has it, or not all processes see it.
+    Raises ValueError where another training has it, or not all processes see it.
     """
     lock = WorkdirLock(workdir)
     stack.callback(lock.close)
@@ -268,11 +248,7 @@ def newest_state(
     checkpoints: "Checkpoints", config: Config, components: Components, learner: Learner, workdir: pathlib.Path,
     identity: dict[str, Any],
 ) -> RunState | None:  # fmt: skip
-    """Returns the state in the newest checkpoint; None if there is none.
-
-    Raises:
-      ValueError: it belongs to another run than `identity`.
-    """
+    """Returns the state in the newest checkpoint, None without one; ValueError if it belongs to another run."""
     restored = checkpoints.restore_newest(
         abstract_state(config, learner),
         accept=functools.partial(

@@ -26,34 +26,18 @@ from reinforce_ada_jax.types import PartialRollouts
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunState:
-    """State after `iteration` finished iterations.
+    """State after `iteration` finished iterations."""
 
-    Attributes:
-      learner: weights (of the adapters, where adapters are trained), moments and update count, on the devices.
-      selection: state of the choice of prompts, as JSON.
-      iteration: number of finished iterations.
-      skipped_in_a_row: updates that were skipped because they were not finite, since the last one that was made.
-      partial_rollouts: responses to the next iteration's prompts that were drawn in slots this one left idle, by prompt
-        id.
-      estimator: state of the estimator of pass rates, as JSON; None without one.
-      pending: metrics of this iteration that are not in metrics.jsonl yet, because its evaluation is not done; None
-        once they are written.
-      evaluation: mean avg@k of these weights over the benchmarks; None if they were not evaluated.
-      sampler: weights of the iteration before this one, from which the next iteration is drawn while this one is
-        learned; None: it is drawn from the current weights.
-      averages: decayed averages over the iterations so far.
-    """
-
-    learner: LearnerState
-    selection: Mapping[str, Any]
-    iteration: int = 0
-    skipped_in_a_row: int = 0
-    partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
-    estimator: Mapping[str, Any] | None = None
-    pending: Mapping[str, float] | None = None
-    evaluation: float | None = None
-    sampler: Params | None = None
-    averages: Averages = dataclasses.field(default_factory=Averages)
+    learner: LearnerState  # weights, or adapters, moments and update count, on the devices
+    selection: Mapping[str, Any]  # state of the choice of prompts, as JSON
+    iteration: int = 0  # number of finished iterations
+    skipped_in_a_row: int = 0  # updates that were not finite, since the last one that was made
+    partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # of the next prompts
+    estimator: Mapping[str, Any] | None = None  # state of the estimator of pass rates, as JSON; None without one
+    pending: Mapping[str, float] | None = None  # metrics not written yet: an evaluation is missing
+    evaluation: float | None = None  # mean avg@k of these weights over the benchmarks; None if they were not evaluated
+    sampler: Params | None = None  # older weights, to draw the next iteration from; None: the current ones
+    averages: Averages = dataclasses.field(default_factory=Averages)  # decayed averages over the iterations so far
 
     @property
     def donated(self) -> bool:

@@ -72,14 +72,8 @@ def drawing(
 ) -> str:
     """Returns the summary of the draws that `evaluate` or `prepare` will make.
 
-    Args:
-      model: lines of `model_and_mesh`.
-      counts: by set, problems and how many of them are still to be drawn.
-      read: a line on the columns of each source.
-      samples: responses a problem.
-      sampling: the section that says how.
-      output: where they are kept.
-      reward: what the reward gives to a reference answer, if it is the user's.
+    `model` are the lines of `model_and_mesh`, `counts` by set its problems and how many of them are still to be drawn,
+    `read` a line on the columns of each source, `reward` what the user's reward gives to a reference answer.
     """
     sets = [
         f"{name} {problems:,}" + (f" ({problems - missing:,} of them stored)" if missing < problems else "")

@@ -45,21 +45,13 @@ from reinforce_ada_jax.types import Response
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """Checked input of a run, without weights and programs.
+    """Checked input of a run, without weights and programs."""
 
-    Attributes:
-      config: with one response to a prompt, and as many iterations as there are updates.
-      components: model, tokenizer and mesh.
-      training: demonstrations of data.prompts.
-      validation: those of sft.validation.
-      read: a line on the columns of each.
-    """
-
-    config: Config
-    components: Components
-    training: list[Demonstration]
-    validation: list[Demonstration]
-    read: list[str]
+    config: Config  # with one response to a prompt, and as many iterations as there are updates
+    components: Components  # model, tokenizer and mesh
+    training: list[Demonstration]  # demonstrations of data.prompts
+    validation: list[Demonstration]  # those of sft.validation
+    read: list[str]  # a line on the columns of each
 
     def summary(self, workdir: pathlib.Path) -> str:
         """Returns the text that a run prints before it begins."""
@@ -76,8 +68,7 @@ class Inputs:
 def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     """Reads and checks all input of a run; of the weights, names and shapes. Writes and compiles nothing.
 
-    Raises:
-      ValueError: the user must change the configuration, a file or the work directory.
+    Raises ValueError where the user must change the configuration, a file or the work directory; `start` does, too.
     """
     config_lib.check(config)
     config = components_lib.for_devices(config, workdir)
@@ -198,11 +189,7 @@ def start(
     copy: LocalCopy | None = None,
     quiet: bool = False,
 ) -> tuple[Run, RunState]:
-    """Checks the input and builds a run, or resumes the one in `workdir`; `stack` closes its files.
-
-    Raises:
-      ValueError: the user must change the configuration, a file or the work directory.
-    """
+    """Checks the input and builds a run, or resumes the one in `workdir`; `stack` closes its files."""
     # 1. Input. An error in the weights, too, shows before the first file is written.
     inputs = read_inputs(config, workdir)
     config = dataclasses.replace(config, model=inputs.config.model)  # config.json keeps the dtype that was chosen

@@ -60,8 +60,7 @@ def read_trained(
 ) -> tuple[int, Params]:
     """Returns (iteration, trained weights or adapters) of a checkpoint, by default the newest.
 
-    Raises:
-      ValueError: the work directory has no such checkpoint, or the base of the adapters changed.
+    Raises ValueError where there is no such checkpoint, or the base of the adapters changed; `streamed` does, too.
     """
     with _opened(workdir, config, iteration) as (checkpoints, found):
         return found, checkpoints.restore_params(found, _target(config, components, checkpoints, found))
@@ -71,11 +70,7 @@ def read_trained(
 def streamed(
     workdir: pathlib.Path, config: Config, components: Components, iteration: int | None
 ) -> Iterator[tuple[int, Params, Callable[[str], jax.Array]]]:
-    """Gives (iteration, shapes of the trained weights, function that reads one of them by its dotted name).
-
-    Raises:
-      ValueError: as `read_trained`.
-    """
+    """Gives (iteration, shapes of the trained weights, function that reads one of them by its dotted name)."""
     with _opened(workdir, config, iteration) as (checkpoints, found):
         target = _target(config, components, checkpoints, found)
 

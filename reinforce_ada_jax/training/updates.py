@@ -32,17 +32,11 @@ from reinforce_ada_jax.training.state import RunState
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Minibatch:
-    """Data of one update.
+    """Data of one update."""
 
-    Attributes:
-      groups: those whose kept responses are in it.
-      batch: the responses, on the devices.
-      finite: whether all log-probabilities are; if not, there is no update.
-    """
-
-    groups: list[Group]
-    batch: Batch
-    finite: bool = True
+    groups: list[Group]  # those whose kept responses are in it
+    batch: Batch  # the responses, on the devices
+    finite: bool = True  # whether all log-probabilities are; if not, there is no update
 
 
 def expected_rounds(config: Config, strategy: Strategy, averages: Averages) -> float:
@@ -60,12 +54,8 @@ def coefficient_factor(config: Config, groups: Sequence[Group], rounds: float) -
 
     The gradient is the sum of a_i s_i over the prompts, divided by prompts_per_update * rounds * max_response_tokens.
     No outcome or length of this iteration is in the divisor, so prompts and responses have exact weights. The loss is a
-    mean over the tokens or rows of the minibatch; the factor cancels their number.
-
-    Args:
-      config: of the run.
-      groups: those of the minibatch.
-      rounds: expected of a prompt, by `expected_rounds`.
+    mean over the tokens or rows of the minibatch; the factor cancels their number. `rounds` is that of
+    `expected_rounds`.
     """
     counted = sum(len(group.kept) for group in groups)
     if config.learning.aggregation == "token-mean":
@@ -141,6 +131,13 @@ def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batc
 
 
 # ---- minibatches -----------------------------------------------------------------------------------------------------
+
+
+def score_groups(run: Run, state: RunState, groups: Sequence[Group]) -> tuple[list[Minibatch], dict[str, float]]:
+    """Returns the minibatches of an iteration, scored and checked, and their metrics."""
+    begin = time.monotonic()
+    minibatches, gaps = check_logprobs(run, state, make_minibatches(run, state, groups))
+    return minibatches, {"time/score_s": time.monotonic() - begin} | gaps
 
 
 def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list[Minibatch]:
@@ -221,12 +218,11 @@ def check_logprobs(
 ) -> tuple[list[Minibatch], dict[str, float]]:
     """Compares the engine's log-probabilities of its own tokens with the learner's, under the same weights.
 
-    The responses compared are those in the rows of the minibatches. Prefetched ones were drawn from earlier weights and
-    are not compared. With one update an iteration nothing is compared here: `make_updates` does it.
+    Prefetched responses were drawn from earlier weights and are not compared. With one update an iteration
+    `make_updates` compares, and not this function.
 
     Returns:
-      The minibatches, with `finite` set; the metrics, none with one update an iteration, or where all responses are
-      from earlier weights.
+      The minibatches, with `finite` set, and the metrics, none where nothing was compared.
 
     Raises:
       TrainingStopped: they disagree by more than rounding.
@@ -277,19 +273,12 @@ def _skip_or_stop(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdatesDone:
-    """Result of the updates of one iteration.
+    """Result of the updates of one iteration."""
 
-    Attributes:
-      learner: the new state; the one before the update that stopped the run, if one did.
-      skipped_in_a_row: updates skipped because they were not finite, since the last one that was made.
-      metrics: means over the updates made, and their number.
-      stopped: why the run must end; None if it goes on.
-    """
-
-    learner: LearnerState
-    skipped_in_a_row: int
-    metrics: dict[str, float]
-    stopped: TrainingStopped | None
+    learner: LearnerState  # the new state; the one before the update that stopped the run, if one did
+    skipped_in_a_row: int  # updates skipped because they were not finite, since the last one that was made
+    metrics: dict[str, float]  # means over the updates made, and their number
+    stopped: TrainingStopped | None  # why the run must end; None if it goes on
 
 
 def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) -> UpdatesDone:

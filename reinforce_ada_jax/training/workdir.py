@@ -37,11 +37,7 @@ class WorkdirLock:
     """
 
     def __init__(self, workdir: pathlib.Path):
-        """Makes the work directory where there is none.
-
-        Raises:
-          ValueError: another training holds it; in every process.
-        """
+        """Makes the work directory if needed; ValueError, in every process, if another training holds it."""
         self._descriptor: int | None = None
         self._lease: Lease | None = None
         refused = self._take(workdir.absolute()) if processes.is_writer() else ""

@@ -16,6 +16,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.config import CollectionConfig
 from tests.analysis.test_simulate import lines_after, result
+from tests.collection.test_objectives import OBJECTIVES
 
 
 def run(*arguments: str) -> None:
@@ -372,3 +373,10 @@ def test_savings_by_hand():
     q = 0.25 + 0.75 * np.sqrt(rate) / (share @ np.sqrt(rate))
     assert visited == pytest.approx((share * rate) @ (1 / q) / 0.375)
     assert best < visited < 1
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_values_of_objectives(objective):
+    p, alpha = np.array([0.01, 0.25, 0.5]), 0.3
+    found = objective_studies.value(Objective(objective, alpha, k=3), p)
+    np.testing.assert_allclose(found, OBJECTIVES[objective](p, alpha), rtol=1e-12)

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import tokenizers
 
@@ -18,7 +17,6 @@ def test_the_task_never_changes():
         {"id": "train-0001", "problem": "еУюж..=", "answer": "3SiT"},
     ]
     assert cipher.problems("heldout")[0] == {"id": "heldout-0000", "problem": "рСУш..=", "answer": "z1SW"}
-    assert cipher.demonstrations(3, seed=0) == [("ДюдНЕ.=", "BQApq"), ("ЩНг...=", "/nD"), ("тЕэЧЦЛ=", "zq/6aH")]
 
 
 def test_the_key_is_a_permutation():
@@ -37,35 +35,6 @@ def test_splits():
         assert abs(sum(len(word) == length for word in train + heldout) - 256) < 4 * 14.3
     with pytest.raises(ValueError, match="no split 'test'; it must be one of train, heldout"):
         cipher.problems("test")
-
-
-def test_demonstrator_errs_as_described():
-    right, typical = cipher.demonstrator()
-    assert np.sum((right >= 0.88) & (right <= 0.99)) == 42
-    assert np.sum((right >= 0.03) & (right <= 0.12)) == 22
-    assert np.all(typical != cipher.key())
-
-    answers = {problem["problem"]: problem["answer"] for problem in cipher.problems("train")}
-    pairs = cipher.demonstrations(20_000, seed=1)
-    assert all(len(answer) == len(answers[problem]) for problem, answer in pairs)
-    # float[3, 64]: how often a symbol was drawn, read rightly, and read as its typical error.
-    counts = np.zeros((3, 64))
-    for problem, answer in pairs:
-        for symbol, letter in zip(problem, answer, strict=False):
-            i = cipher.SYMBOLS.index(symbol)
-            counts[:, i] += 1, letter == cipher.LETTERS[cipher.key()[i]], letter == cipher.LETTERS[typical[i]]
-    drawn, read_rightly, read_typically = counts
-    # About 1,250 draws of a symbol: a standard deviation of at most 0.014 in each frequency.
-    assert np.abs(read_rightly / drawn - right).max() < 0.06
-    # 80 % of the errors, and one in 63 of the other 20 %.
-    expected = (1 - right) * (0.8 + 0.2 / 63)
-    assert np.abs(read_typically / drawn - expected).max() < 0.06
-
-
-def test_demonstrations_take_a_generator():
-    rng = np.random.default_rng(0)
-    assert cipher.demonstrations(3, rng) == cipher.demonstrations(3, seed=0)
-    assert cipher.demonstrations(3, rng) != cipher.demonstrations(3, seed=0)  # it moved on
 
 
 def test_tokenizer(tmp_path):

@@ -213,12 +213,12 @@ def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds, monk
     assert outcome.ending is Ending.PREEMPTED
     if seconds == 1.0:
         assert outcome.message.startswith(
-            "told to end; iteration 4 is saved. 7 responses of the next one are kept. python -m"
+            "told to end; iteration 4 is saved. 7 responses of the next one are stored. python -m"
         )
     else:
         assert outcome.message.startswith(
             "told to end; iteration 3 is the newest that is saved, because a checkpoint would end later than "
-            "checkpoint.notice_s (25 s) after the signal. The responses drawn since then are kept. python -m"
+            "checkpoint.notice_s (25 s) after the signal. The responses drawn since then are stored. python -m"
         )
     assert kept == [4], "they are small, also where a checkpoint is not"
     saved = sorted(int(folder.name) for folder in (tmp_path / "checkpoints").iterdir())

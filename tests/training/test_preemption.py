@@ -105,9 +105,9 @@ def test_twenty_sigterms_change_no_bit(tmp_path, count):
     said = "\n".join(said)
     phases = set(re.findall("^at ([a-z]+)", said, re.MULTILINE))
     assert {"collecting", "evaluating", "updating"} <= phases, phases
-    broken_off = len(re.findall(r"[1-9]\d* responses of the next one are kept", said))
+    broken_off = len(re.findall(r"[1-9]\d* responses of the next one are stored", said))
     assert broken_off > 3 if count == 1 else broken_off == 0
-    assert len(re.findall(r"begins with \d+ kept responses", said)) > 3
+    assert len(re.findall(r"begins with \d+ stored responses", said)) > 3
     ended(start(workdir, count, [unharmed] * count), 0)
 
     (state, record), (unbroken, other) = restored(workdir), restored(tmp_path / "unbroken")

@@ -209,7 +209,7 @@ def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
     _, err = finish(process, cli.INTERRUPTED)
     assert time.monotonic() - asked < 30
     # A complete collection is not drawn again.
-    assert re.findall(r"iteration (\d+) begins with \d+ kept responses", err)[:3] == ["2", "3", "4"]
+    assert re.findall(r"iteration (\d+) begins with \d+ stored responses", err)[:3] == ["2", "3", "4"]
     last = err.splitlines()[-1]
     saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
     assert f"--workdir={workdir} goes on from there" in last and "Traceback" not in err
