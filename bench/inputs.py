@@ -16,7 +16,7 @@ from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import Params
 
 # Settings of runs that are measured: nothing is reported elsewhere.
-QUIET = {"logging.tensorboard": False, "logging.wandb": "", "logging.trackio": ""}
+QUIET = {"logging.trackers": ""}
 
 
 def config_of(options: flags.FlagValues) -> Config:

@@ -104,7 +104,7 @@ def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path) -> None:
       RuntimeError: it failed; the message has the end of its output.
     """
     settings = {"seed": seed, "iterations": entry.updates, "learning.learning_rate": entry.learning_rate}
-    settings |= {"logging.tensorboard": False, "evaluation.every": task.every, "checkpoint.every": entry.updates}
+    settings |= {"logging.trackers": "", "evaluation.every": task.every, "checkpoint.every": entry.updates}
     settings |= {f"collection.{key}": value for key, value in entry.overrides.items()}
     command = [
         sys.executable, "-m", "reinforce_ada_jax.train", f"--config={task.config}", f"--workdir={workdir}",

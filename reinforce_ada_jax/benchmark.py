@@ -40,7 +40,7 @@ jax.monitoring.register_event_listener(
 del sys.argv[0]
 runpy.run_module("reinforce_ada_jax." + sys.argv[0], run_name="__main__", alter_sys=True)
 """
-SETTINGS = {"evaluation.benchmarks": "()", "logging.tensorboard": "False", "logging.wandb": "", "logging.trackio": ""}
+SETTINGS = {"evaluation.benchmarks": "()", "logging.trackers": ""}
 
 
 def seconds_until(sign: str, command: Sequence[str], environment: Mapping[str, str]) -> float:

@@ -204,7 +204,7 @@ def test_an_iteration_is_trained(tmp_path: pathlib.Path, name):
         f"collection.{key}": f"{RIVALS}/{value}" if ".py" in value else value for key, value in TRAINED[name].items()
     }
     changes = {
-        "iterations": 1, "data.prompts": str(tmp_path / "prompts.jsonl"), "logging.tensorboard": False,
+        "iterations": 1, "data.prompts": str(tmp_path / "prompts.jsonl"), "logging.trackers": "",
         "collection.samples_per_round": 4, "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
         "evaluation.every": 0, "sampling.slots": 16,
     }  # fmt: skip

@@ -518,9 +518,10 @@ class EvaluationConfig:
 class LoggingConfig:
     """Destinations of metrics, samples and compiled programs."""
 
-    tensorboard: bool = setting(True, "Write TensorBoard files.")
-    wandb: str = setting("", "Weights & Biases project (`pip install wandb`); empty: none.", values.WANDB_PROJECT)
-    trackio: str = setting("", "trackio project (`pip install trackio`); empty: none.", values.TRACKIO_PROJECT)
+    trackers: str = setting(
+        "tensorboard", "Where metrics go besides metrics.jsonl: tensorboard, wandb:PROJECT (`pip install wandb`), "
+        "trackio:PROJECT (`pip install trackio`); several with commas between them.", values.TRACKERS,
+    )  # fmt: skip
     sampled_prompts: int = setting(
         4, "Prompts of each iteration whose responses are written to samples/.", values.NOT_NEGATIVE
     )

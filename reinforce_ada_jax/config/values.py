@@ -38,8 +38,8 @@ STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 # The projections of a layer, by their names in Hugging Face folders and in PEFT; "all-linear" is all of them.
 ALL_LINEAR = "all-linear"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Characters that a Weights & Biases project name must not contain, and its maximum length.
-WANDB_FORBIDDEN, WANDB_LONGEST = "/\\#?%:", 128
+# Projects have the characters that are allowed there: at trackio they are names of files.
+TRACKER = re.compile(r"(tensorboard)|(wandb):[^/\\#?%:,]{1,128}|(trackio):[\w-]{1,64}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +130,18 @@ ENVIRONMENT = Allowed(
     lambda value: not value or bool(re.fullmatch(r".+\.py:[^\W\d]\w*|verifiers:[\w./@-]+", value)),
 )
 FINITE_NUMBERS = Allowed("be finite numbers", lambda entries: all(map(math.isfinite, entries)))
-WANDB_PROJECT = Allowed(
-    f"have at most {WANDB_LONGEST} characters and none of {' '.join(WANDB_FORBIDDEN)}",
-    lambda value: len(value) <= WANDB_LONGEST and not set(value) & set(WANDB_FORBIDDEN),
-)
-TRACKIO_PROJECT = Allowed(  # the name of a file there
-    "consist of letters, digits, - and _, at most 64",
-    lambda value: re.fullmatch(r"[\w-]{0,64}", value, re.A) is not None,
+
+
+def _are_trackers(text: str) -> bool:
+    found = [TRACKER.fullmatch(entry.strip()) for entry in text.split(",")] if text else []
+    names = {match.lastindex for match in found if match}
+    return len(names) == len(found)
+
+
+TRACKERS = Allowed(
+    "name each of tensorboard, wandb:PROJECT and trackio:PROJECT at most once, with commas between them; a project of "
+    "wandb has at most 128 characters and none of / \\ # ? % :, one of trackio at most 64 letters, digits, - and _",
+    _are_trackers,
 )
 TARGETS = Allowed(
     f"name one or more of {', '.join((ALL_LINEAR, *PROJECTIONS))}",

@@ -43,16 +43,7 @@ def read_metrics(workdir: pathlib.Path) -> list[Metrics]:
 class MetricsWriter:
     """Writer of a run's metrics to metrics.jsonl and to the trackers, with the same names and numbers."""
 
-    def __init__(
-        self,
-        workdir: pathlib.Path,
-        *,
-        last_iteration: int,
-        tensorboard: bool,
-        wandb: str = "",
-        trackio: str = "",
-        quiet: bool = False,
-    ):
+    def __init__(self, workdir: pathlib.Path, *, last_iteration: int, trackers: str = "", quiet: bool = False):
         """Opens the files for the iterations after `last_iteration`, and removes later lines of a run that was killed.
 
         `lacking` is then the number of iterations up to it that have no line.
@@ -60,18 +51,18 @@ class MetricsWriter:
         Args:
           workdir: of the run.
           last_iteration: the last iteration whose metrics stay.
-          tensorboard: also write TensorBoard events.
-          wandb: project of Weights & Biases; "" for none.
-          trackio: project of trackio; "" for none.
+          trackers: as the setting `logging.trackers`.
           quiet: the trackers print nothing.
         """
         self._file, self._quiet = workdir / "metrics.jsonl", quiet
         lines = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
         self.lacking = last_iteration - len({line["iteration"] for line in lines})
         write_atomically(self._file, "".join(map(_to_line, lines)))
-        self._wandb = _start_wandb(workdir, wandb, quiet=quiet) if wandb else None
-        self._trackio = _start_trackio(workdir, trackio, quiet=quiet) if trackio else None
-        self._tensorboard = _TensorBoard(workdir / "tensorboard", last_iteration) if tensorboard else None
+        parts = (entry.strip().partition(":") for entry in trackers.split(","))
+        projects = {name: project for name, _, project in parts}
+        self._wandb = _start_wandb(workdir, projects["wandb"], quiet=quiet) if "wandb" in projects else None
+        self._trackio = _start_trackio(workdir, projects["trackio"], quiet=quiet) if "trackio" in projects else None
+        self._tensorboard = _TensorBoard(workdir / "tensorboard", last_iteration) if "tensorboard" in projects else None
 
     def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
         """Writes one line, which is on disk when this returns, and the plots."""
@@ -166,8 +157,8 @@ def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
         import trackio  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
     except ImportError as error:
         raise ValueError(
-            f"logging.trackio names the project {project!r}, but trackio is not installed: pip install trackio, or "
-            "leave logging.trackio empty."
+            f"logging.trackers has trackio:{project}, but trackio is not installed: pip install trackio, or leave it "
+            "out."
         ) from error
     name = f"{workdir.resolve().name}-{_stored_id(workdir / 'trackio_id')[:8]}"
     with _silence(quiet):
@@ -178,7 +169,7 @@ def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
                 auto_log_cpu=False,
             )  # fmt: skip
         except (OSError, RuntimeError, ValueError) as error:
-            raise ValueError(f"logging.trackio: {error} Leave logging.trackio empty to train without it.") from error
+            raise ValueError(f"trackio: {error} Leave it out of logging.trackers to train without it.") from error
 
 
 def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
@@ -191,8 +182,7 @@ def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
         import wandb  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
     except ImportError as error:
         raise ValueError(
-            f"logging.wandb names the project {project!r}, but wandb is not installed: pip install wandb, or leave "
-            "logging.wandb empty."
+            f"logging.trackers has wandb:{project}, but wandb is not installed: pip install wandb, or leave it out."
         ) from error
     try:
         return wandb.init(
@@ -206,5 +196,5 @@ def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
         )
     except wandb.Error as error:
         raise ValueError(
-            f"logging.wandb: {error} Log in with `wandb login`, set WANDB_MODE=offline, or leave logging.wandb empty."
+            f"wandb: {error} Log in with `wandb login`, set WANDB_MODE=offline, or leave it out of logging.trackers."
         ) from error

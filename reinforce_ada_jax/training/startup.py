@@ -203,11 +203,8 @@ def open_writer(
     """Returns the writer of metrics after `state`, which `stack` closes; None but in process 0."""
     if not processes.is_writer():
         return None
-    written, logging = state.iteration - (state.pending is not None), config.logging
-    writer = MetricsWriter(
-        workdir, last_iteration=written, tensorboard=logging.tensorboard, wandb=logging.wandb,
-        trackio=logging.trackio, quiet=quiet,
-    )  # fmt: skip
+    written = state.iteration - (state.pending is not None)
+    writer = MetricsWriter(workdir, last_iteration=written, trackers=config.logging.trackers, quiet=quiet)
     stack.callback(writer.close)
     if writer.lacking:
         print(

@@ -87,9 +87,13 @@ POSITIVE = """
         ("collection.overlap_iterations", 2, "it must be 0 or 1"),
         ("learning.attention", "pallas_tpu", "one of auto, jnp, blocks, splash, cudnn"),
         ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
-        ("logging.wandb", "team/project", "at most 128 characters and none of"),
-        ("logging.wandb", "p" * 129, "at most 128 characters and none of"),
-        ("logging.trackio", "a/b", "letters, digits, - and _, at most 64"),
+        *[
+            ("logging.trackers", text, "name each of tensorboard, wandb:PROJECT and trackio:PROJECT at most once")
+            for text in f"""
+                wandb wandb: wandb:team/project wandb:{"p" * 129} trackio:a/b tensorboard:x mlflow tensorboard,
+                wandb:a,wandb:b
+            """.split()
+        ],
         ("evaluation.temperature", -1.0, "at least 0"),
         ("evaluation.temperature", math.nan, "at least 0"),
         ("evaluation.top_k", -1, "it must not be negative"),
@@ -113,7 +117,7 @@ def test_every_number_has_a_range():
         and not isinstance(field.default, str | tuple) and field.metadata["allowed"] is None
     }  # fmt: skip
     bools = {f"collection.{name}" for name in ("normalize_by_std", "barrier", "deterministic", "speculative")}
-    bools |= {"sampling.check_invariants", "logging.tensorboard"}
+    bools |= {"sampling.check_invariants"}
     assert numbers - bools == elsewhere
 
 
@@ -541,9 +545,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "evaluation.top_k": 7,
         "evaluation.top_p": 0.5,
         "evaluation.max_response_tokens": 7,
-        "logging.tensorboard": False,
-        "logging.wandb": "ciphers",
-        "logging.trackio": "ciphers",
+        "logging.trackers": "",
         "logging.sampled_prompts": 7,
         "logging.profile": 3,
         "logging.compilation_cache": "",

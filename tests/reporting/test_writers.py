@@ -10,8 +10,8 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.reporting.writers import MetricsWriter
 
 
-def writer(workdir, last_iteration, tensorboard=False):
-    return MetricsWriter(workdir, last_iteration=last_iteration, tensorboard=tensorboard)
+def writer(workdir, last_iteration, trackers=""):
+    return MetricsWriter(workdir, last_iteration=last_iteration, trackers=trackers)
 
 
 def test_lines_are_read_back_as_written(tmp_path):
@@ -33,16 +33,16 @@ def test_iterations_without_a_line_are_counted(tmp_path):
     assert writer(tmp_path, 1).lacking == 0 and writer(tmp_path, 3).lacking == 2
 
 
-@pytest.mark.parametrize("tensorboard", [False, True])
-def test_a_full_disk_is_an_error_of_the_write_and_not_of_closing(tmp_path, tensorboard):
+@pytest.mark.parametrize("trackers", ["", "tensorboard"])
+def test_a_full_disk_is_an_error_of_the_write_and_not_of_closing(tmp_path, trackers):
     resource = pytest.importorskip("resource")
-    lines = writer(tmp_path, 0, tensorboard=tensorboard)
+    lines = writer(tmp_path, 0, trackers)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a write beyond it fails, as on a full disk
     try:
         with pytest.raises(OSError, match="File too large"):
             for iteration in range(1, 200):
-                (lines.plot if tensorboard else lines.write)(iteration, {"update/loss": 0.5})
+                (lines.plot if trackers else lines.write)(iteration, {"update/loss": 0.5})
         lines.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -70,7 +70,7 @@ def test_a_last_line_cut_short_by_a_kill_is_left_out(tmp_path):
 
 
 def test_the_same_numbers_reach_tensorboard(tmp_path):
-    lines = writer(tmp_path, 0, tensorboard=True)
+    lines = writer(tmp_path, 0, "tensorboard")
     lines.plot(0, {"evaluation/heldout/avg": 0.2})
     lines.write(1, {"update/loss": 0.1})
     lines.close()
@@ -146,7 +146,7 @@ def test_the_same_numbers_reach_wandb(tmp_path, wandb):
     workdir.mkdir()
     (workdir / "config.json").write_text('{"seed": 3}')
     for last, quiet in ((0, False), (1, True)):
-        lines = MetricsWriter(workdir, last_iteration=last, tensorboard=False, wandb="ciphers", quiet=quiet)
+        lines = MetricsWriter(workdir, last_iteration=last, trackers="wandb:ciphers", quiet=quiet)
         lines.plot(last, {"evaluation/heldout/avg": 0.2})
         lines.write(last + 1, {"update/loss": 0.1})
         lines.close()
@@ -164,7 +164,7 @@ def test_the_same_numbers_reach_wandb(tmp_path, wandb):
     assert first["id"] == second["id"] and first["resume"] == "allow"
     other = tmp_path / "other"
     other.mkdir()
-    MetricsWriter(other, last_iteration=0, tensorboard=False, wandb="ciphers").close()
+    writer(other, 0, "wandb:ciphers").close()
     assert wandb.begun[2]["id"] != first["id"]
 
 
@@ -183,7 +183,7 @@ def test_the_same_numbers_reach_trackio(tmp_path, trackio, capsys):
     workdir.mkdir()
     (workdir / "config.json").write_text('{"seed": 3}')
     for last, quiet in ((0, False), (1, True)):
-        lines = MetricsWriter(workdir, last_iteration=last, tensorboard=False, trackio="ciphers", quiet=quiet)
+        lines = MetricsWriter(workdir, last_iteration=last, trackers="trackio:ciphers", quiet=quiet)
         lines.write(last + 1, {"update/loss": 0.1})
         lines.close()
     assert trackio.logged == [(1, {"update/loss": 0.1}), (2, {"update/loss": 0.1})] and trackio.finished == 2
@@ -197,11 +197,20 @@ def test_the_same_numbers_reach_trackio(tmp_path, trackio, capsys):
 
 def test_trackio_that_cannot_be_used_is_an_error(tmp_path, trackio, monkeypatch):
     trackio.failure = OSError("no room")
-    with pytest.raises(ValueError, match="logging.trackio: no room Leave logging.trackio empty"):
-        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, trackio="ciphers")
+    with pytest.raises(ValueError, match="trackio: no room Leave it out of logging.trackers"):
+        writer(tmp_path, 0, "trackio:ciphers")
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ValueError, match="names the project 'ciphers', but trackio is not installed: pip install trac"):
-        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, trackio="ciphers")
+    with pytest.raises(ValueError, match="has trackio:ciphers, but trackio is not installed: pip install trac"):
+        writer(tmp_path, 0, "trackio:ciphers")
+
+
+def test_several_trackers_get_the_same_numbers(tmp_path, wandb, trackio):
+    lines = writer(tmp_path, 0, "tensorboard, wandb:ours, trackio:theirs")
+    lines.write(1, {"update/loss": 0.1})
+    lines.close()
+    assert wandb.logged == trackio.logged == [(1, {"update/loss": 0.1})]
+    assert [each.begun[0]["project"] for each in (wandb, trackio)] == ["ours", "theirs"]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
 # ---- none of them ----------------------------------------------------------------------------------------------------
@@ -216,11 +225,11 @@ def test_wandb_is_left_alone_where_no_project_is_named(tmp_path, wandb):
 
 def test_wandb_not_installed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
-    with pytest.raises(ValueError, match="names the project 'ciphers', but wandb is not installed: pip install wandb"):
-        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, wandb="ciphers")
+    with pytest.raises(ValueError, match="has wandb:ciphers, but wandb is not installed: pip install wandb"):
+        writer(tmp_path, 0, "wandb:ciphers")
 
 
 def test_wandb_without_a_login_is_an_error(tmp_path, wandb):
     wandb.failure = wandb.Error("api_key not configured.")
-    with pytest.raises(ValueError, match="logging.wandb: api_key not configured. Log in with `wandb login`"):
-        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, wandb="ciphers")
+    with pytest.raises(ValueError, match="wandb: api_key not configured. Log in with `wandb login`"):
+        writer(tmp_path, 0, "wandb:ciphers")

@@ -45,7 +45,7 @@ def train(folder, names):
     shutil.copytree(components_lib.model_folder("package:cipher"), folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(MESSAGES)
     settings = {
-        "iterations": 1, "evaluation.every": 0, "checkpoint.every": 0, "logging.tensorboard": False,
+        "iterations": 1, "evaluation.every": 0, "checkpoint.every": 0, "logging.trackers": "",
         "model.path": str(folder / "model"), "data.max_prompt_tokens": 24, "reward.workers": 1, "sampling.slots": 32,
         "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
     }  # fmt: skip

@@ -27,7 +27,7 @@ PROMPTS = 8
 ITERATIONS = 8  # of trainings in processes of their own
 # Two updates an iteration; every response is written to samples/.
 SMALL = {
-    "iterations": 3, "checkpoint.every": 0, "evaluation.every": 0, "logging.tensorboard": False,
+    "iterations": 3, "checkpoint.every": 0, "evaluation.every": 0, "logging.trackers": "",
     "logging.sampled_prompts": PROMPTS, "collection.prompts_per_iteration": PROMPTS, "learning.prompts_per_update": 4,
     "sampling.slots": 32,
 }  # fmt: skip

@@ -79,7 +79,7 @@ class Strict(TryAgain):
         return 1 if said == "r" else -1
 """
 SETTINGS = {
-    "iterations": 2, "evaluation.every": 2, "checkpoint.every": 1, "logging.tensorboard": False,
+    "iterations": 2, "evaluation.every": 2, "checkpoint.every": 1, "logging.trackers": "",
     "data.template": "chat", "data.system": "", "data.instruction": "", "data.max_prompt_tokens": 8,
     "evaluation.benchmarks": ("heldout.jsonl",), "evaluation.samples": 2, "evaluation.max_response_tokens": 24,
     "sampling.max_response_tokens": 24, "sampling.slots": 16, "sampling.check_invariants": True,

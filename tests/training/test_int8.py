@@ -9,7 +9,7 @@ from reinforce_ada_jax.training.loop import Ending
 from tests.running import tiny, train
 
 SMALL = {
-    "iterations": 2, "checkpoint.every": 0, "evaluation.every": 0, "logging.tensorboard": False,
+    "iterations": 2, "checkpoint.every": 0, "evaluation.every": 0, "logging.trackers": "",
     "collection.prompts_per_iteration": 8, "sampling.slots": 32, "sampling.weight_dtype": "int8",
     "sampling.kv_dtype": "int8",
 }  # fmt: skip

@@ -11,7 +11,7 @@ from reinforce_ada_jax.training.loop import Ending
 from tests.running import reproducible, restored, tiny, train
 
 SETTINGS = {
-    "iterations": 3, "checkpoint.every": 3, "evaluation.every": 0, "logging.tensorboard": False, "sampling.slots": 32,
+    "iterations": 3, "checkpoint.every": 3, "evaluation.every": 0, "logging.trackers": "", "sampling.slots": 32,
     "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 8, "learning.micro_batches": 8,
     "learning.micro_batches_per_program": 1,
 }  # fmt: skip

@@ -62,7 +62,7 @@ class Evaluator:
 
 def run(workdir, iterate=iterate, evaluator=None, **changes):
     """(outcome, the state that the run began with) of a run to its end."""
-    config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False, **changes})
+    config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.trackers": "", **changes})
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         compiles_nothing_early(patch)
         made, state = startup.start(config, workdir, lambda *_: None, stack, quiet=True)
@@ -119,7 +119,7 @@ def test_a_model_that_draws_nan_stops_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(components_lib, "load_params", poisoned)
     compiles_nothing_early(monkeypatch)
-    changes = {"evaluation.every": 0, "logging.tensorboard": False, "collection.prompts_per_iteration": 4}
+    changes = {"evaluation.every": 0, "logging.trackers": "", "collection.prompts_per_iteration": 4}
     changes |= {"learning.prompts_per_update": 4, "sampling.slots": 16}
     outcome = train_here(tiny(**changes), tmp_path)
     assert outcome.ending is Ending.STOPPED and outcome.state.iteration == 0
@@ -324,14 +324,14 @@ def test_a_strategy_of_the_users_is_built_once(tmp_path, monkeypatch):
         "    return strategies.fixed(section.group_size)\n"
     )
     compiles_nothing_early(monkeypatch)
-    config = tiny(**{"collection.strategy": f"{tmp_path / 'mine.py'}:grpo", "logging.tensorboard": False})
+    config = tiny(**{"collection.strategy": f"{tmp_path / 'mine.py'}:grpo", "logging.trackers": ""})
     with contextlib.ExitStack() as stack:
         made, _ = startup.start(config, tmp_path / "run", lambda *_: None, stack)
     assert (tmp_path / "calls").read_text() == "." and made.strategy.max_draws == config.collection.group_size
 
 
 def test_training_from_a_notebook(tmp_path):
-    settings = {"iterations": 1, "evaluation.every": 0, "logging.tensorboard": False, "learning.prompts_per_update": 4}
+    settings = {"iterations": 1, "evaluation.every": 0, "logging.trackers": "", "learning.prompts_per_update": 4}
     config = tiny(**settings | {"collection.prompts_per_iteration": 8, "sampling.slots": 32})
     done = train.train(config, tmp_path / "run")
     assert done.iteration == 1 and [line["iteration"] for line in done.metrics] == [1]
@@ -344,7 +344,7 @@ def test_training_from_a_notebook(tmp_path):
 
 
 def test_training_with_a_function_of_the_notebook(tmp_path, monkeypatch):
-    settings = {"iterations": 1, "evaluation.every": 0, "logging.tensorboard": False, "learning.prompts_per_update": 4}
+    settings = {"iterations": 1, "evaluation.every": 0, "logging.trackers": "", "learning.prompts_per_update": 4}
     config = tiny(**settings | {"collection.prompts_per_iteration": 8, "sampling.slots": 32})
     given = []
 

@@ -15,7 +15,7 @@ from tests.running import environment, reproducible, restored
 SETTINGS = {
     "iterations": 24, "checkpoint.every": 4, "evaluation.every": 4,
     "evaluation.samples": 1, "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4,
-    "sampling.slots": 8, "sampling.window": 4, "logging.sampled_prompts": 8, "logging.tensorboard": False,
+    "sampling.slots": 8, "sampling.window": 4, "logging.sampled_prompts": 8, "logging.trackers": "",
     "learning.micro_batches": 4, "learning.micro_batches_per_program": 1,
 }  # fmt: skip
 # With invariant numerics a response has the same bits in another slot, so that a CPU keeps a broken collection.

@@ -90,7 +90,7 @@ def test_the_cosine_reaches_zero_at_the_last_update():
 SETTINGS = {
     "sft.epochs": 2, "learning.prompts_per_update": 16, "learning.responses_per_row": 4, "evaluation.every": 3,
     "data.max_prompt_tokens": 24, "sampling.max_response_tokens": 24, "checkpoint.every": 2,
-    "learning.learning_rate": 1e-3, "collection.prompts_per_iteration": 16, "logging.tensorboard": False,
+    "learning.learning_rate": 1e-3, "collection.prompts_per_iteration": 16, "logging.trackers": "",
     "model.compute_dtype": "auto",
 }  # fmt: skip
 

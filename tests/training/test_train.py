@@ -316,7 +316,7 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     assert "Traceback" not in err, "neither of TensorStore nor of TensorBoard"
     assert len(writers.read_metrics(workdir)) <= ITERATIONS + 2
     (workdir / "metrics.jsonl").unlink()
-    out, _ = finish(start(workdir, "--config.iterations=9", "--config.logging.tensorboard=False"))
+    out, _ = finish(start(workdir, "--config.iterations=9", "--config.logging.trackers="))
     assert "metrics.jsonl has no lines for 8 of 8 iterations" in out
 
 

@@ -17,7 +17,7 @@ for workdir, changes in runs.items():
     ada.train.train(tiny(**settings | {"evaluation.benchmarks": ()} | changes), workdir)
 """
 SETTINGS = {
-    "model.numerics": "invariant", "iterations": 3, "evaluation.every": 0, "logging.tensorboard": False,
+    "model.numerics": "invariant", "iterations": 3, "evaluation.every": 0, "logging.trackers": "",
     "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 8, "learning.warmup_updates": 0,
     "sampling.slots": 32,
 }  # fmt: skip

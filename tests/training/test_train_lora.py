@@ -26,7 +26,7 @@ SETTINGS = {
     "checkpoint.every": 2,
     "evaluation.every": 4,
     "evaluation.samples": 2,
-    "logging.tensorboard": False,
+    "logging.trackers": "",
     "collection.prompts_per_iteration": 8,
     "learning.prompts_per_update": 4,
     "learning.learning_rate": 5e-3,
@@ -163,7 +163,7 @@ def begin(monkeypatch):
     with contextlib.ExitStack() as stack:
 
         def begin(workdir, **changes):
-            config = tiny(**{"logging.tensorboard": False, **changes})
+            config = tiny(**{"logging.trackers": "", **changes})
             return startup.start(config, workdir, lambda *_: None, stack, quiet=True)
 
         yield begin
@@ -190,7 +190,7 @@ def test_a_frozen_base_is_kept_in_the_precision_of_its_products(tmp_path, begin)
 @pytest.mark.slow
 def test_in_bfloat16_the_gap_is_that_of_a_run_of_all_weights(tmp_path):
     settings = {
-        "iterations": 3, "checkpoint.every": 0, "evaluation.every": 0, "logging.tensorboard": False,
+        "iterations": 3, "checkpoint.every": 0, "evaluation.every": 0, "logging.trackers": "",
         "collection.prompts_per_iteration": 16, "learning.prompts_per_update": 16, "sampling.slots": 32,
         "model.compute_dtype": "bfloat16", "learning.learning_rate": 5e-3,
     }  # fmt: skip

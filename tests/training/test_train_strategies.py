@@ -16,7 +16,7 @@ FLAGS = {
     "iterations": ITERATIONS,
     "checkpoint.every": 2,
     "evaluation.every": 0,
-    "logging.tensorboard": False,
+    "logging.trackers": "",
     "collection.prompts_per_iteration": 8,
     "learning.prompts_per_update": 4,
     "sampling.slots": 32,
