@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import fnmatch
+import itertools
 import json
 import pathlib
 import re
@@ -31,8 +32,10 @@ from reinforce_ada_jax.learning.update import UpdateMetrics
 from reinforce_ada_jax.types import FAILURES, Pool, Prompt, Verdict
 from tests.launch.cloud import Cloud, check, git, make_checkout
 from tests.running import ROOT, environment
+from tests.test_layers import LAYERS
 
 DOCS = ROOT / "docs"
+PACKAGE = pathlib.Path(config_lib.__file__).parents[1]
 
 
 def code_block(document: str, containing: str) -> str:
@@ -294,9 +297,44 @@ def test_links_lead_somewhere(document):
                 assert name in names, f"{name} is not in {path}"
 
 
-# ---- docs/troubleshooting.md -----------------------------------------------------------------------------------------
+# ---- CONTRIBUTING.md -------------------------------------------------------------------------------------------------
 
-PACKAGE = pathlib.Path(config_lib.__file__).parents[1]
+
+def walks() -> dict[str, list[tuple[str, str]]]:
+    """(file in the package, function) of each step, by the name of the walk."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Three walks through the code\n")[1].partition("\n## ")[0]
+    parts = re.split(r"^\*\*(.+?)\*\*", section, flags=re.MULTILINE)[1:]
+    steps = (re.findall(r"^\d+\. `(.+?)`, `(.+?)`: ", part, re.MULTILINE) for part in parts[1::2])
+    return dict(zip(parts[::2], steps, strict=True))
+
+
+def names_in(file: str) -> set[str]:
+    """Names of functions and classes of a file of the package, those of methods as "Class.method"."""
+    tree = ast.parse((PACKAGE / file).read_text())
+    top = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return top.keys() | {
+        f"{name}.{node.name}" for name, each in top.items() for node in each.body if isinstance(node, ast.FunctionDef)
+    }
+
+
+@pytest.mark.parametrize("walk", walks())
+def test_a_walk_leads_through_few_rooms(walk):
+    steps = walks()[walk]
+    assert len(steps) > 5 and [step for step in steps if step[1] not in names_in(step[0])] == []
+    rooms = [file.partition("/")[0].removesuffix(".py") for file, _ in steps]
+    floors = [next(number for number, layer in enumerate(LAYERS) if room in layer) for room in rooms]
+    climbs = sum(after > before for before, after in itertools.pairwise(floors))
+    assert len(set(rooms)) <= 6 and climbs <= 2, (rooms, floors)
+
+
+def test_a_name_that_is_not_there_is_found():
+    assert {"choose", "Source"} <= names_in("training/drawing.py") and "Learner._loss" in names_in(
+        "learning/learner.py"
+    )
+    assert "select" not in names_in("training/drawing.py") and len(walks()) == 3
+
+
+# ---- docs/troubleshooting.md -----------------------------------------------------------------------------------------
 
 
 def strings_of_the_program() -> set[str]:
