@@ -13,11 +13,6 @@ from reinforce_ada_jax.types import FAILURES, Pool, counted_rewards
 MAX_ROUND_METRICS = 32
 
 
-def _correct_within(pool: Pool, rounds: int) -> int:
-    """Returns the number of correct responses in the first rounds of a pool."""
-    return int(pool.correct[: sum(pool.round_sizes[:rounds])].sum())
-
-
 def sampling_dynamics(
     groups: Sequence[Group], group_size: int, num_prompts: int, thresholds: tuple[int, int]
 ) -> dict[str, float | int]:
@@ -47,7 +42,9 @@ def sampling_dynamics(
         **{f"collection/active_round_{number}": int((rounds >= number).sum()) for number in range(1, last + 1)},
         **{f"collection/met_round_{number}": int((met & (rounds <= number)).sum()) for number in range(1, last + 1)},
         **{
-            f"collection/met_k_pos_round_{number}": sum(_correct_within(pool, number) >= k_pos for pool in pools)
+            f"collection/met_k_pos_round_{number}": sum(
+                int(pool.correct[: sum(pool.round_sizes[:number])].sum()) >= k_pos for pool in pools
+            )
             for number in range(1, last + 1)
         },
         "collection/draws_mean": float(draws.mean()),
@@ -92,15 +89,6 @@ def turn_metrics(pools: Sequence[Pool]) -> dict[str, float | int]:
     return {
         "collection/turns_mean": float(np.mean([len(response.segments) // 2 + 1 for response in responses])),
         "collection/environment_tokens": sum(len(response.tokens) - response.num_sampled for response in responses),
-    }
-
-
-def _names_of_trl(pools: Sequence[Pool]) -> dict[str, float]:
-    """Computes metrics under the names that TRL gives them: share of prompts with equal rewards, mean length."""
-    lengths = [response.num_sampled for pool in pools for response in pool.responses]
-    return {
-        "frac_reward_zero_std": float(np.mean([np.ptp(pool.rewards) == 0 for pool in pools])),
-        "completions/mean_length": float(np.mean(lengths)),
     }
 
 
@@ -164,7 +152,9 @@ def collection_metrics(
         "collection/truncated_share": float(np.mean([response.truncated for response in responses])),
         **sampling_dynamics(groups, group_size, num_prompts, thresholds),
         "collection/verifier_failures": sum(reasons[reason] for reason in FAILURES),
-        **_names_of_trl(pools),
+        # Under the names that TRL gives them.
+        "frac_reward_zero_std": float(np.mean([np.ptp(pool.rewards) == 0 for pool in pools])),
+        "completions/mean_length": float(np.mean([response.num_sampled for response in responses])),
         **reward_means(pools),
         **({"reward/penalty": float(np.mean(penalties))} if any(penalties) else {}),
         **{f"collection/verdict_{reason}": reasons[reason] for reason in sorted(reasons)},

@@ -21,20 +21,12 @@ Numbers = Float[np.ndarray, "..."] | float
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """One objective with its constants.
+    """One objective with its constants."""
 
-    Attributes:
-      name: "identity", "log", "maxrl", "power" or "pass_at_k".
-      alpha: exponent of "power".
-      k: number of draws of "pass_at_k".
-      epsilon: smallest pass rate that `clipped_weight` is computed at; added to those of `sample_weight` and
-        `gradient_weight`.
-    """
-
-    name: str
-    alpha: float = 0.5
-    k: int = 1
-    epsilon: float = 0.0
+    name: str  # "identity", "log", "maxrl", "power" or "pass_at_k"
+    alpha: float = 0.5  # exponent of "power"
+    k: int = 1  # number of draws of "pass_at_k"
+    epsilon: float = 0.0  # least pass rate of `clipped_weight`; added to those of the other weights
 
     def weight(self, p: Numbers) -> Numbers:
         """Computes w(p) = f'(p)."""

@@ -36,10 +36,6 @@ def _data_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get("TFDS_DATA_DIR", pathlib.Path.home() / "tensorflow_datasets"))
 
 
-def _version(name: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in name.split("."))
-
-
 def _prepared(path: str) -> pathlib.Path | None:
     """Returns the folder of a data set, by its path or by its name under `_data_dir`; None if there is none."""
     for folder in (pathlib.Path(path), _data_dir() / path):
@@ -48,7 +44,7 @@ def _prepared(path: str) -> pathlib.Path | None:
         versions = [file.parent.name for file in folder.glob(f"*/{_INFO}")]
         versions = [name for name in versions if all(part.isdigit() for part in name.split("."))]
         if versions:
-            return folder / max(versions, key=_version)
+            return folder / max(versions, key=lambda name: [*map(int, name.split("."))])
     return None
 
 

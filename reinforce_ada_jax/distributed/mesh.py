@@ -125,9 +125,9 @@ def shard_bytes(tree: Any) -> int:
     return sum(shards)
 
 
-def place(array: np.ndarray, there: NamedSharding) -> jax.Array:
-    """Puts a host array, the same in each process, on the devices of a mesh."""
-    if there.is_fully_addressable:
+def place(array: np.ndarray, there: NamedSharding | None) -> jax.Array:
+    """Puts a host array, the same in each process, on the devices of a mesh; None: on the default device."""
+    if there is None or there.is_fully_addressable:
         return jax.device_put(array, there)
     return jax.make_array_from_callback(array.shape, there, lambda index: array[index])
 

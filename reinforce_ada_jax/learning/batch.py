@@ -42,40 +42,25 @@ class Batch:
     Responses whose advantage is 0 may be left out of the rows (`make_batch`). They still count: denominators are those
     of the whole minibatch.
 
-    Attributes:
-      tokens: of all segments.
-      positions: of each token in its own segment, from 0; 0 in padding.
-      segment_ids: the token's segment in its row, from 0; S in padding.
-      response_positions: index in the row of each response token, at least 1; 1 beyond the responses.
-      response_segment_ids: the response token's segment; S beyond the responses.
-      response_mask: True at response tokens, the stop tokens included.
-      response_length: response tokens of each segment.
-      advantages: that of the response, at each of its tokens.
-      policy_version: `Response.policy_version` at each response token.
-      behaviour_logprobs: under the distribution the tokens were sampled from.
-      old_logprobs: under the policy before the iteration's first update; the behaviour's until it is scored. None:
-        those that the update itself computes, so that every ratio is 1.
-      left_out: tokens and responses of the minibatch that are in no row, at the first row; 0 at the others.
-      reference_logprobs: under the reference policy, where there is a KL term.
-      regularization: factor of the token's entropy and KL in the loss; None: 1.
+    `old_logprobs` are the behaviour's until the batch is scored; None: the update takes its own, so every ratio is 1.
     """
 
     __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
 
-    tokens: Int[AnyArray, "*M B T"]
-    positions: Int[AnyArray, "*M B T"]
-    segment_ids: Int[AnyArray, "*M B T"]
-    response_positions: Int[AnyArray, "*M B R"]
-    response_segment_ids: Int[AnyArray, "*M B R"]
-    response_mask: Bool[AnyArray, "*M B R"]
-    response_length: Int[AnyArray, "*M B S"]
-    advantages: Float[AnyArray, "*M B R"]
-    policy_version: Int[AnyArray, "*M B R"]
-    behaviour_logprobs: Float[AnyArray, "*M B R"]
-    old_logprobs: Float[AnyArray, "*M B R"] | None
-    left_out: Int[AnyArray, "*M B 2"]
-    reference_logprobs: Float[AnyArray, "*M B R"] | None = None
-    regularization: Float[AnyArray, "*M B R"] | None = None
+    tokens: Int[AnyArray, "*M B T"]  # of all segments
+    positions: Int[AnyArray, "*M B T"]  # of each token in its own segment, from 0; 0 in padding
+    segment_ids: Int[AnyArray, "*M B T"]  # the token's segment in its row, from 0; S in padding
+    response_positions: Int[AnyArray, "*M B R"]  # index in the row of each response token; 1 beyond the responses
+    response_segment_ids: Int[AnyArray, "*M B R"]  # the response token's segment; S beyond the responses
+    response_mask: Bool[AnyArray, "*M B R"]  # True at response tokens, the stop tokens included
+    response_length: Int[AnyArray, "*M B S"]  # response tokens of each segment
+    advantages: Float[AnyArray, "*M B R"]  # that of the response, at each of its tokens
+    policy_version: Int[AnyArray, "*M B R"]  # `Response.policy_version` at each response token
+    behaviour_logprobs: Float[AnyArray, "*M B R"]  # under the distribution the tokens were sampled from
+    old_logprobs: Float[AnyArray, "*M B R"] | None  # before the first update
+    left_out: Int[AnyArray, "*M B 2"]  # tokens and responses in no row, at the first row; 0 at the others
+    reference_logprobs: Float[AnyArray, "*M B R"] | None = None  # under the reference policy, where there is a KL term
+    regularization: Float[AnyArray, "*M B R"] | None = None  # factor of the token's entropy and KL in the loss; None: 1
 
     @property
     def max_segments(self) -> int:

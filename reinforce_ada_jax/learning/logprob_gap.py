@@ -37,11 +37,6 @@ class LogprobGap(NamedTuple):
     num_not_finite: Float[Array, ""]  # tokens, of whatever weights, whose difference is not finite
 
 
-def no_gap() -> LogprobGap:
-    """The gap of no tokens."""
-    return LogprobGap(*[jnp.float32(0)] * 4)
-
-
 def logprob_gap(
     logprobs: Float[Array, "B T"],
     behaviour_logprobs: Float[Array | np.ndarray, "B T"],

@@ -12,18 +12,12 @@ ROWS_FACTOR = 4
 
 
 def row_tokens(longest: int) -> int:
-    """Returns the tokens of a row with room for `longest`."""
-    tokens = SHORTEST_ROW
-    while tokens < longest:
-        tokens *= 2
-    return tokens
+    """Returns the tokens of a row with room for `longest`, a power of two."""
+    return max(SHORTEST_ROW, 1 << (longest - 1).bit_length())
 
 
 def num_rows(sequences: int, tokens: int, least: int) -> int:
-    """Returns the rows, of `tokens` each, for these many sequences: `least` times a power of ROWS_FACTOR.
-
-    There may be fewer rows than sequences.
-    """
+    """Returns the rows, of `tokens` each, for these many sequences or fewer: `least` times a power of ROWS_FACTOR."""
     rows = least
     while rows < sequences and rows * tokens < MICRO_TOKENS:
         rows *= ROWS_FACTOR

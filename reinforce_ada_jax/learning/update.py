@@ -66,31 +66,18 @@ class UpdateMetrics(NamedTuple):
 
     Where responses with advantage 0 are left out, those of `ESTIMATES` are estimates: the computed responses stand for
     the others (`loss.metric_weights`). The other means are exact.
-
-    Attributes:
-      loss: the loss.
-      entropy: of the policy.
-      clip_fraction: tokens where the clipped ratio decides.
-      dual_clip_fraction: tokens where the dual clip decides.
-      approx_kl: of the old policy and this one.
-      kl: of this policy and the reference, by `learning.kl_kind`; 0 where there is none.
-      computed_share: share of tokens that are computed, not left out.
-      grad_norm: global norm of the gradient, before it is clipped.
-      finite: loss, gradient and the gap below are finite.
-      gap: between the log-probabilities of engine and learner, over the tokens that are computed; None with given
-        `old_logprobs`, which are compared before the iteration's first update.
     """
 
-    loss: Float[Array, ""]
-    entropy: Float[Array, ""]
-    clip_fraction: Float[Array, ""]
-    dual_clip_fraction: Float[Array, ""]
-    approx_kl: Float[Array, ""]
-    kl: Float[Array, ""]
-    computed_share: Float[Array, ""]
-    grad_norm: Float[Array, ""]
-    finite: Bool[Array, ""]
-    gap: LogprobGap | None = None
+    loss: Float[Array, ""]  # the loss
+    entropy: Float[Array, ""]  # of the policy
+    clip_fraction: Float[Array, ""]  # tokens where the clipped ratio decides
+    dual_clip_fraction: Float[Array, ""]  # tokens where the dual clip decides
+    approx_kl: Float[Array, ""]  # of the old policy and this one
+    kl: Float[Array, ""]  # of this policy and the reference, by `learning.kl_kind`; 0 where there is none
+    computed_share: Float[Array, ""]  # share of tokens that are computed, not left out
+    grad_norm: Float[Array, ""]  # global norm of the gradient, before it is clipped
+    finite: Bool[Array, ""]  # loss, gradient and the gap below are finite
+    gap: LogprobGap | None = None  # of engine and learner; None where `old_logprobs` are given
 
 
 # Metrics that are summed over micro-batches.
@@ -260,7 +247,7 @@ class UpdatePrograms:
     def _begun(self, params: Params, batch: Batch) -> tuple[Params | None, Sums, Int[Array, ""]]:
         """Returns the copy that micro-batches share, sums of none, and the number of micro-batches with a token."""
         means = dict.fromkeys(MEANS, jnp.float32(0))
-        no_gap = gap_lib.no_gap() if batch.old_logprobs is None else None
+        no_gap = LogprobGap(*[jnp.float32(0)] * 4) if batch.old_logprobs is None else None
         zeros = Sums(jax.tree.map(jnp.zeros_like, params), means, no_gap)
         return None if self._gathered_layers is None else self._gathered_layers(params), zeros, num_live(batch)
 

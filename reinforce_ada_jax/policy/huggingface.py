@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.mesh import place
 from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
 from reinforce_ada_jax.policy import gguf_files, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
@@ -206,13 +207,6 @@ def _owned(weights: dict[str, jax.Array], dtype: DTypeLike) -> dict[str, jax.Arr
     return {name: jnp.copy(weight).astype(dtype) for name, weight in weights.items()}
 
 
-def _place(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.block_until_ready(jax.device_put(value, sharding))
-    # Each process hands over its own shards only, so this also serves a mesh of many hosts.
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
 def _num_not_finite(value: np.ndarray) -> int:
     # A block at a time, or its mask would be a quarter of a tensor more. 7 billion bfloat16 take 11 s.
     flat, block = value.reshape(-1), 2**20
@@ -269,7 +263,7 @@ def load(
         def read(layer: int | None) -> dict[str, jax.Array]:
             # No variable holds a tensor, and its transfer ends before the next is read: one at a time.
             return {
-                part.weight: _place(part.to_ours(tensor(name)), shardings[part.weight])
+                part.weight: jax.block_until_ready(place(part.to_ours(tensor(name)), shardings[part.weight]))
                 for name, part in wanted.items()
                 if part.layer == layer
             }

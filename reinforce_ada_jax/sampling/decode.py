@@ -36,7 +36,6 @@ from reinforce_ada_jax.sampling.state import (
     DecodeState,
     EngineOptions,
     Occupancy,
-    Outputs,
     Prefix,
     Sampling,
     Slots,
@@ -343,16 +342,13 @@ def decode_window(
     return state, _window_outputs(state, options.most_new_tokens)
 
 
-def _new_tokens(outputs: Outputs, most: int) -> Outputs:
-    """Returns the tokens from `start` on, of which no row has more than `most`."""
-    place = outputs.start[:, None] + jnp.arange(most)[None]
-    tokens, logprobs = (jnp.take_along_axis(x, place, axis=1, mode="clip") for x in (outputs.tokens, outputs.logprobs))
-    return outputs.replace(tokens=tokens, logprobs=logprobs)
-
-
 def _window_outputs(state: DecodeState, most_new_tokens: int) -> WindowOutputs:
+    """Copies the tokens from `start` on, of which no row has more than `most_new_tokens`."""
+    outputs = state.outputs
+    place = outputs.start[:, None] + jnp.arange(most_new_tokens)[None]
+    tokens, logprobs = (jnp.take_along_axis(x, place, axis=1, mode="clip") for x in (outputs.tokens, outputs.logprobs))
     return WindowOutputs(
-        rows=_new_tokens(state.outputs, most_new_tokens),
+        rows=outputs.replace(tokens=tokens, logprobs=logprobs),
         waiting=state.queue.end - state.queue.head,
         free_pages=state.pool.available,
         prompt_length=state.prompts.length,

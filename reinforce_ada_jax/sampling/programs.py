@@ -78,25 +78,15 @@ def cast_adapters(adapters: Params, options: EngineOptions) -> Params:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Jitted functions over one state, which each of them donates; `params` are decode weights.
+    """Jitted functions over one state, which each of them donates; `params` are decode weights."""
 
-    Attributes:
-      init_state: () -> an empty state.
-      decode_window: (params, state, inputs) -> (state, outputs); over several processes (params, state, inputs, vote).
-      prefill: (params, tokens, length) -> prefix.
-      insert: (state, prefix, slot, address, sampling) -> state.
-      decode_token: (params, state) -> (state, int32[S, 3] of token, active, response tokens so far).
-      cast_weights: the learner's weights -> decode weights on the learner's devices.
-      cast_adapters: the learner's adapters -> those of decoding, which then reads the learner's own base.
-    """
-
-    init_state: Any
-    decode_window: Any
-    prefill: Any
-    insert: Any
-    decode_token: Any
-    cast_weights: Any
-    cast_adapters: Any
+    init_state: Any  # () -> an empty state
+    decode_window: Any  # (params, state, inputs, vote where there are several processes) -> (state, outputs)
+    prefill: Any  # (params, tokens, length) -> prefix
+    insert: Any  # (state, prefix, slot, address, sampling) -> state
+    decode_token: Any  # (params, state) -> (state, int32[S, 3] of token, active, response tokens so far)
+    cast_weights: Any  # the learner's weights -> decode weights on the learner's devices
+    cast_adapters: Any  # the learner's adapters -> those of decoding, which then reads the learner's own base
 
 
 def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh, cast_shardings: Params) -> Programs:

@@ -21,31 +21,20 @@ class ParkedTurn(NamedTuple):
 
 
 class Rows:
-    """Row allocator of one replica.
-
-    Attributes:
-      prompts: row of each open prompt, by its id.
-      closing: bool[R], rows of prompts that the next window releases.
-      parked: turns that wait for the next one, by the id of its prompt, the oldest first.
-      park_rows: prompt rows that turns in flight may be parked in, by output row.
-      in_flight: requests on the device, by output row.
-      tokens: int32[O, max_response], of responses, in their output rows.
-      logprobs: float32[O, max_response], of these tokens.
-      length: int[O], their number after the last window that was read; rows that are free mean nothing.
-    """
+    """Row allocator of one replica."""
 
     def __init__(self, options: EngineOptions):
-        self.prompts: dict[str, int] = {}
-        self.closing = np.zeros(options.open_prompts, bool)
-        self.parked: dict[str, ParkedTurn] = {}
-        self.park_rows: dict[int, int] = {}
+        self.prompts: dict[str, int] = {}  # row of each open prompt, by its id
+        self.closing = np.zeros(options.open_prompts, bool)  # rows of prompts that the next window releases
+        self.parked: dict[str, ParkedTurn] = {}  # by the id of the next turn's prompt, the oldest first
+        self.park_rows: dict[int, int] = {}  # prompt rows that turns in flight may be parked in, by output row
         self.free_prompt_rows = list(range(options.open_prompts))[::-1]
-        self.in_flight: dict[int, Request] = {}
+        self.in_flight: dict[int, Request] = {}  # requests on the device, by output row
         self.free_output_rows = list(range(options.output_rows))[::-1]
-        # The system gives memory to the pages of zeros that are written.
+        # Responses in their output rows; the system gives memory to the pages of zeros that are written.
         size = options.output_rows, options.max_response_tokens
         self.tokens, self.logprobs = np.zeros(size, np.int32), np.zeros(size, np.float32)
-        self.length = np.zeros(options.output_rows, np.int32)
+        self.length = np.zeros(options.output_rows, np.int32)  # tokens by the last window read; any in free rows
 
     def take_closing(self) -> np.ndarray:
         """Returns `closing` for a window, after which these rows are free.

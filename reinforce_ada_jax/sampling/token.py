@@ -128,10 +128,6 @@ def sample(
     )
 
 
-def _padded(x: Array, rows: int) -> Array:
-    return jnp.pad(x, [(0, max(0, rows - len(x)))] + [(0, 0)] * (x.ndim - 1))
-
-
 def _is_cut(sampling: Sampling) -> Bool[Array, " S"]:
     return (sampling.top_k > 0) | (sampling.top_p < 1)
 
@@ -160,7 +156,8 @@ def _sample_in_two_levels(
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Samples in two levels where nothing is cut and the temperature is not 0, and else in one."""
     # With the same number of rows, and fused with nothing outside: sums must not round by the number of slots.
-    padded = [_padded(x, at_a_time) for x in (logprobs, keys, positions)]
+    more = max(0, at_a_time - len(positions))
+    padded = [jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1)) for x in (logprobs, keys, positions)]
     sampled = blocks_lib.sample(*jax.lax.optimization_barrier(padded), blocks=blocks, mesh=mesh)
     sampled = jax.tree.map(lambda x: x[: len(positions)], jax.lax.optimization_barrier(sampled))
     cut, greedy = _is_cut(sampling), sampling.temperature == 0

@@ -403,11 +403,6 @@ def load_params(config: Config, components: Components, dtype: str | None = None
     return huggingface.load(components.folder, components.mesh, jnp.dtype(dtype))[1]
 
 
-def new_adapters(config: Config, components: Components, chosen: lora.Lora) -> Params:
-    """The adapters that a run begins with: a function of its seed."""
-    return lora.init(components.architecture, chosen, jax.random.key(config.seed), components.mesh, jnp.float32)
-
-
 def make_estimator(config: Config, components: Components) -> Ema | ValueHead:
     """The estimator of pass rates that the `estimator` section describes."""
     estimator = config.estimator

@@ -204,15 +204,11 @@ def write_metrics(run: Run, state: RunState, evaluated: Mapping[str, float]) -> 
         run.writer.write(state.iteration, metrics)
     run.progress.iteration(_shown(metrics))
     if state.iteration == idle_slots.ADVICE_AT and run.rollouts is not None:
-        run.progress.note(_on_idle_slots(run, metrics["collection/slot_utilisation"]))
+        engine, speculative = run.components.engine, run.components.draws_speculatively(run.config.collection)
+        busy, num_slots = metrics["collection/slot_utilisation"], engine.options.slots * engine.replicas
+        run.progress.note(idle_slots.advice(run.config, busy=busy, num_slots=num_slots, speculative=speculative))
     averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
     return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
-
-
-def _on_idle_slots(run: Run, busy: float) -> str:
-    engine, speculative = run.components.engine, run.components.draws_speculatively(run.config.collection)
-    num_slots = engine.options.slots * engine.replicas
-    return idle_slots.advice(run.config, busy=busy, num_slots=num_slots, speculative=speculative)
 
 
 def _shown(metrics: Mapping[str, float]) -> dict[str, str]:

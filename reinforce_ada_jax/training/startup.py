@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import selection as selection_lib
 from reinforce_ada_jax.collection import strategies
@@ -22,7 +24,7 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.value_head import ValueHead
-from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.policy import huggingface, lora
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.writers import MetricsWriter
@@ -277,7 +279,8 @@ def first_state(
     `params` are the weights of the model folder, if they are read, and `selection` is the state of `Run.selection`.
     """
     if learner.lora is not None:
-        params = components_lib.new_adapters(config, components, learner.lora)
+        key = jax.random.key(config.seed)  # the adapters are a function of it
+        params = lora.init(components.architecture, learner.lora, key, components.mesh)
     elif params is None:  # a save that was cut off looked like a checkpoint
         params = components_lib.load_params(config, components)
     return RunState(learner.init(params), selection, estimator=None if estimator is None else estimator.to_json())
