@@ -155,18 +155,11 @@ def counted_rewards(verdicts: Sequence[Verdict]) -> Float[np.ndarray, " N"]:
 
 
 class ScoreNoise(NamedTuple):
-    """Mean squared norms of responses' scores, expected before drawing, in any unit.
+    """Mean squared norms of responses' scores, expected before drawing, in any unit."""
 
-    Attributes:
-      success: of the score of a correct response, relative to the mean score of the prompt's correct ones: 0 where a
-        prompt has one correct response.
-      correct: of the score of a correct response.
-      wrong: of the score of a wrong one.
-    """
-
-    success: float
-    correct: float
-    wrong: float
+    success: float  # of a correct response, relative to the mean of the prompt's correct ones: 0 if it is alone
+    correct: float  # of the score of a correct response
+    wrong: float  # of the score of a wrong one
 
 
 # Of scores that differ far more between responses than between verdicts, correct ones as much as wrong ones.
@@ -221,20 +214,12 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialRollouts:
-    """Rollouts that one iteration drew for a prompt of the next one (`Request.prefetch`).
+    """Rollouts that one iteration drew for a prompt of the next one (`Request.prefetch`)."""
 
-    Attributes:
-      responses: one for each draw of the started rounds, by draw; None where it is missing.
-      verdicts: those of the finished rounds: as long as `responses`, or shorter by the unfinished rounds. These are one
-        at most, except in `ungraded` rollouts.
-      rounds: finished rounds.
-      round_sizes: draws of each started round, in order.
-    """
-
-    responses: tuple[Response | None, ...]
-    verdicts: tuple[Verdict, ...]
-    rounds: int
-    round_sizes: tuple[int, ...] = ()
+    responses: tuple[Response | None, ...]  # by draw of the started rounds; None: missing
+    verdicts: tuple[Verdict, ...]  # of the finished rounds; one round at most lacks them, but in `ungraded` rollouts
+    rounds: int  # finished rounds
+    round_sizes: tuple[int, ...] = ()  # draws of each started round, in order
 
     def ungraded(self) -> "PartialRollouts":
         """Returns the rollouts without their verdicts, for another reward to grade: no round is finished."""
@@ -243,15 +228,10 @@ class PartialRollouts:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """Prompts of the next collection, of which one collection may draw responses where slots would be idle.
+    """Prompts of the next collection, of which one collection may draw responses where slots would be idle."""
 
-    Attributes:
-      prompts: with ids that differ from each other's and from the current prompts'.
-      partial: rollouts by prompt id: `collect` adds those that it drew, and the next collection resumes from them.
-    """
-
-    prompts: Sequence[Prompt]
-    partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+    prompts: Sequence[Prompt]  # with ids of their own, and other ones than the current prompts'
+    partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id; added by `collect`
 
 
 @runtime_checkable

@@ -57,43 +57,28 @@ class Outcomes:
 class Expectations:
     """Expected results of a strategy at P pass rates.
 
-    Attributes:
-      pass_rates: the pass rates p.
-      draws: expected responses per prompt.
-      draws_std: their standard deviation between prompts.
-      rounds: expected rounds.
-      unmet: probability that the stopping rule is not met.
-      zero_signal: probability that every advantage is 0, or that nothing is kept.
-      zero_variance: probability that the whole pool is correct, or all of it wrong.
-      kept_correct, kept_wrong: expected correct and wrong responses that reach the update.
-      pool_mean: expected mean of the pool, which the stopping rule biases.
-      signal: expected weight of grad p in the update (see `expectations`); nan at p = 0 and 1.
-      relative_signal: signal / f'(p) of the objective E[f(p)]; 1 where the update is unbiased.
-      variance: Var(g) / E[g]^2, the noise-to-signal ratio of one prompt; inf or nan where E[g] = 0.
-      variance_draws: `variance` * `draws`. Two strategies with equal values learn equally much from equal numbers of
-        draws, whatever the number of prompts.
-      score_noise: E[sum of a_i^2] / signal^2, the noise of responses that differ beyond their verdict, in units of the
-        variance of one score; squares of correct and wrong responses are weighed by their `noise`. In a large policy it
-        is most of the noise.
-      rows: mean number of kept responses over the P prompts.
+    `variance` is the noise-to-signal ratio of one prompt, inf or nan where E[g] = 0. Two strategies with equal
+    `variance_draws` learn equally much from equal numbers of draws, whatever the number of prompts. `score_noise` is
+    the noise of responses that differ beyond their verdict, in units of the variance of one score; squares of correct
+    and wrong responses are weighed by their `noise`. In a large policy it is most of the noise.
     """
 
     pass_rates: Float[np.ndarray, " P"]
-    draws: Float[np.ndarray, " P"]
-    draws_std: Float[np.ndarray, " P"]
-    rounds: Float[np.ndarray, " P"]
-    unmet: Float[np.ndarray, " P"]
-    zero_signal: Float[np.ndarray, " P"]
-    zero_variance: Float[np.ndarray, " P"]
-    kept_correct: Float[np.ndarray, " P"]
-    kept_wrong: Float[np.ndarray, " P"]
-    pool_mean: Float[np.ndarray, " P"]
-    signal: Float[np.ndarray, " P"]
-    relative_signal: Float[np.ndarray, " P"]
-    variance: Float[np.ndarray, " P"]
-    variance_draws: Float[np.ndarray, " P"]
-    score_noise: Float[np.ndarray, " P"]
-    rows: float
+    draws: Float[np.ndarray, " P"]  # expected responses per prompt
+    draws_std: Float[np.ndarray, " P"]  # their standard deviation between prompts
+    rounds: Float[np.ndarray, " P"]  # expected rounds
+    unmet: Float[np.ndarray, " P"]  # probability that the stopping rule is not met
+    zero_signal: Float[np.ndarray, " P"]  # probability that every advantage is 0, or that nothing is kept
+    zero_variance: Float[np.ndarray, " P"]  # probability that the whole pool is correct, or all of it wrong
+    kept_correct: Float[np.ndarray, " P"]  # expected correct responses that reach the update
+    kept_wrong: Float[np.ndarray, " P"]  # expected wrong ones
+    pool_mean: Float[np.ndarray, " P"]  # expected mean of the pool, which the stopping rule biases
+    signal: Float[np.ndarray, " P"]  # expected weight of grad p in the update (see `expectations`); nan at p = 0 and 1
+    relative_signal: Float[np.ndarray, " P"]  # signal / f'(p) of the objective E[f(p)]; 1 where the update is unbiased
+    variance: Float[np.ndarray, " P"]  # Var(g) / E[g]^2
+    variance_draws: Float[np.ndarray, " P"]  # `variance` * `draws`
+    score_noise: Float[np.ndarray, " P"]  # E[sum of a_i^2] / signal^2
+    rows: float  # mean number of kept responses over the P prompts
 
 
 # ---- final states ----------------------------------------------------------------------------------------------------

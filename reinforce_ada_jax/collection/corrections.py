@@ -136,18 +136,13 @@ def exact(
     correct draws decide the weight C(t, k). All correct draws of the pool share it, times their rewards: given that
     they are correct they are samples of one distribution, and signal(p) has only the sum of their coefficients. Every
     other draw has 0. The signal is the series of f', cut at the most draws. A prompt that is never solved adds nothing.
-    The rounds before the first correct response may have any sizes.
+    The rounds before the first correct response may have any sizes. Only the first `max_rows` correct draws are kept:
+    the same expectation from fewer rows.
 
-    `control_variate` is subtracted from the draws up to the first round with a correct response. Whether a round is
-    drawn and what is subtracted depends on the rounds before it alone, so the sum of b_j s_j has the mean 0, and
-    nothing is changed in expectation.
-
-    Args:
-      objective: gives the series of f'.
-      max_rows: most correct draws that are kept, the first in draw order: the same expectation from fewer rows. None:
-        all.
-      control_variate: pool -> b of its rounds, each by what was known before it; rounds without one have 0. None: 0.
-      continue_probability: probability of each further round that no outcome decides; weights are divided by it.
+    `control_variate` returns b of a pool's rounds, each by what was known before it. It is subtracted from the draws up
+    to the first round with a correct response. Whether a round is drawn and what is subtracted depends on the rounds
+    before it alone, so the sum of b_j s_j has the mean 0, and nothing is changed in expectation. Weights are divided by
+    the `continue_probability` of each further round that no outcome decides.
     """
     weight = functools.cache(functools.partial(first_success_weight, objective))
 

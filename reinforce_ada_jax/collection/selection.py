@@ -29,19 +29,12 @@ _STREAM = 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """Prompts of one iteration.
+    """Prompts of one iteration."""
 
-    Attributes:
-      prompts: those of the iteration, all different.
-      weights: factor of each prompt in the update, above 0; empty: 1 for every prompt.
-      replacements: prompts that may replace dropped ones, in this order; their factor is 1.
-      upcoming: prompts of the next iteration, which idle slots may begin; its rollouts are added as they are drawn.
-    """
-
-    prompts: Sequence[Prompt]
-    weights: Sequence[float] = ()
-    replacements: Sequence[Prompt] = ()
-    upcoming: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
+    prompts: Sequence[Prompt]  # those of the iteration, all different
+    weights: Sequence[float] = ()  # factor of each prompt in the update, above 0; empty: 1 for every prompt
+    replacements: Sequence[Prompt] = ()  # prompts that may replace dropped ones, in this order; their factor is 1
+    upcoming: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))  # begun by idle slots
 
     def weight_of(self) -> dict[str, float]:
         """Returns the factors by prompt id; ids that it lacks have the factor 1."""

@@ -39,23 +39,17 @@ class StrategyConfig(Protocol):
 class PromptProgress:
     """Results of one prompt after its finished rounds: everything that a stopping rule may look at.
 
-    Attributes:
-      prompt: the prompt.
-      rounds: finished rounds; 0 before the first.
-      drawn: responses in them.
-      correct: correct responses in them.
-      estimate: pass rate expected before drawing, where the strategy plans; else None.
-      planned: planned draws, where the strategy plans; else None.
-      improved: a response of the last round has a reward above the mean reward of the rounds before it; after the first
-        round, above the mean of that round. With rewards 0 and 1 and no correct response before, there is one now.
+    `improved` is True if a response of the last round has a reward above the mean reward of the rounds before it; after
+    the first round, above the mean of that round. With rewards 0 and 1 and no correct response before, there is one
+    now.
     """
 
-    prompt: Prompt
-    rounds: int
-    drawn: int
-    correct: int
-    estimate: float | None = None
-    planned: int | None = None
+    prompt: Prompt  # the prompt
+    rounds: int  # finished rounds; 0 before the first
+    drawn: int  # responses in them
+    correct: int  # correct responses in them
+    estimate: float | None = None  # pass rate expected before drawing, where the strategy plans
+    planned: int | None = None  # planned draws, where it plans
     improved: bool = False
 
 

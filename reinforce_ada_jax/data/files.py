@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import importlib
 import io
 import json
 import pathlib
@@ -87,14 +88,17 @@ def json_values(value: Any) -> Any:
         return None
 
 
-def _parquet_rows(file: pathlib.Path) -> Iterator[Any]:
+def optional_package(name: str, needed: str, remedy: str) -> Any:
+    """Imports a package that most runs do not need; ValueError with what is needed and the remedy if it is missing."""
     try:
-        from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(
-            f"{file} is Parquet, which needs pyarrow ({error}): pip install '.[hub]', or write the rows to a "
-            "JSONL file."
-        ) from error
+        raise ValueError(f"{needed} ({error}): {remedy}") from error
+
+
+def _parquet_rows(file: pathlib.Path) -> Iterator[Any]:
+    remedy = "pip install '.[hub]', or write the rows to a JSONL file."
+    parquet = optional_package("pyarrow.parquet", f"{file} is Parquet, which needs pyarrow", remedy)
     try:
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=1024):
             yield from map(json_values, batch.to_pylist())

@@ -3,22 +3,11 @@
 import pathlib
 from typing import Any
 
-from reinforce_ada_jax.data.files import json_values
+from reinforce_ada_jax.data.files import json_values, optional_package
 from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 
 PREFIX = "hf:"
-
-
-def _datasets(source: str) -> Any:
-    try:
-        import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
-    except ImportError as error:
-        raise ValueError(
-            f"{source} needs Hugging Face's datasets ({error}): pip install '.[hub]', or download the set and name a "
-            "JSONL file of id, problem and answer."
-        ) from error
-    return datasets
 
 
 def _is_saved(name: str) -> bool:
@@ -49,7 +38,8 @@ def read_hub(source: str, columns: Columns = BY_RULES) -> list[Problem]:
             raise ValueError(f"{source} has too many parts; it must be hf:NAME, hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT.")
     split = which[-1] if which else "train"
     subset = which[0] if len(which) == 2 else None
-    datasets = _datasets(source)
+    remedy = "pip install '.[hub]', or download the set and name a JSONL file of id, problem and answer."
+    datasets = optional_package("datasets", f"{source} needs Hugging Face's datasets", remedy)
     try:
         rows = _saved(datasets, name, split) if _is_saved(name) else datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # no network, no such set or split, no such format

@@ -27,27 +27,19 @@ class Origin:
 class Problem(TypedDict):
     """One problem.
 
-    Fields:
-      id: unique in its source.
-      problem: the text that a prompt is rendered from.
-      answer: the reference that the verifier compares with.
-      pass_rate: an earlier estimate in [0, 1], where the source has one.
-      labels: those of `LABELS` that the source has, as text.
-      prompt: the messages of the row, each with role and content, where the source has them (verl's format). They are
-        rendered as they are; `problem` is then the text of the last one.
-      columns: every column of the row by the row's own names, for rewards that read others than the answer. They belong
-        to neither the id nor the hashes of a run, except the tests of programs.
-      origin: of a row, for messages.
+    `prompt` has the messages of a row, each with role and content, in verl's format. They are rendered as they are;
+    `problem` is then the text of the last one. `columns` are for rewards that read others than the answer. They belong
+    to neither the id nor the hashes of a run, except the tests of programs.
     """
 
-    id: str
-    problem: str
-    answer: str
-    pass_rate: NotRequired[float]
-    labels: NotRequired[dict[str, str]]
+    id: str  # unique in its source
+    problem: str  # the text that a prompt is rendered from
+    answer: str  # the reference that the verifier compares with
+    pass_rate: NotRequired[float]  # an earlier estimate in [0, 1]
+    labels: NotRequired[dict[str, str]]  # those of `LABELS` that the source has, as text
     prompt: NotRequired[list[dict[str, str]]]
-    columns: NotRequired[dict[str, Any]]
-    origin: NotRequired[Origin]
+    columns: NotRequired[dict[str, Any]]  # every column of the row, by the row's own names
+    origin: NotRequired[Origin]  # of a row, for messages
 
 
 def place(problem: Problem) -> str:

@@ -9,26 +9,13 @@ for minutes without a network. The stock gsm8k is prepared once, where there is 
 
 import os
 import pathlib
-from typing import Any
 
-from reinforce_ada_jax.data.files import json_values
+from reinforce_ada_jax.data.files import json_values, optional_package
 from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 
 PREFIX = "tfds:"
 _INFO = "dataset_info.json"
-
-
-def _tfds(source: str) -> Any:
-    """Returns the package, imported here because it takes 0.8 s and 280 MB that most runs do not need."""
-    try:
-        import tensorflow_datasets  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
-    except ImportError as error:
-        raise ValueError(
-            f"{source} needs tensorflow-datasets and array_record ({error}): pip install '.[data]' or "
-            "-r requirements-data.txt, or name a JSONL file."
-        ) from error
-    return tensorflow_datasets
 
 
 def _data_dir() -> pathlib.Path:
@@ -55,7 +42,10 @@ def read_tfds(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     there is one split.
     """
     path = source.removeprefix(PREFIX)
-    tfds = _tfds(source)
+    remedy = "pip install '.[data]' or -r requirements-data.txt, or name a JSONL file."
+    tfds = optional_package(  # 0.8 s and 280 MB
+        "tensorflow_datasets", f"{source} needs tensorflow-datasets and array_record", remedy
+    )
     folder, split = _prepared(path), None
     if folder is None:
         parent, _, split = path.rpartition("/")

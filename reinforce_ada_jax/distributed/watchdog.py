@@ -47,7 +47,7 @@ class UnreachableError(ValueError):
 _REMEDY = "let the machines of the run reach each other on all ports from 1024 up."
 
 
-def _kept_alive(link: socket.socket) -> socket.socket:
+def _with_keepalive(link: socket.socket) -> socket.socket:
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", PROBE_S), ("TCP_KEEPCNT", PROBES)):
         if hasattr(socket, name):
@@ -109,7 +109,7 @@ class Watchdog:
         """Connects another process with process 0, whose `listen` returned the greeting; may raise UnreachableError."""
         port, secret = greeting.split()
         try:
-            link = _kept_alive(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
+            link = _with_keepalive(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
             link.sendall(bytes.fromhex(secret) + _MESSAGE.pack(_JOIN, self.index))
         except OSError as error:
             raise UnreachableError(
@@ -170,7 +170,7 @@ class Watchdog:
             kind, process = _MESSAGE.unpack(data[_SECRET:])
             if kind == _JOIN and 0 < process < self.count and process not in self._links:
                 link.setblocking(True)
-                self._links[process] = _kept_alive(link)
+                self._links[process] = _with_keepalive(link)
                 return
         link.close()
 

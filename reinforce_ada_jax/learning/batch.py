@@ -147,17 +147,11 @@ def make_batch(
     micro_rows: int | None = None,
     regularized: bool = False,
 ) -> Batch:
-    """Makes a batch of the examples, packed into rows, and empty rows up to `num_rows`.
+    """Makes a batch of the examples, packed into rows, and empty rows up to `num_rows`; None: as many as are needed.
 
-    Args:
-      examples: responses with their prompts.
-      max_prompt_tokens: limit of a prompt.
-      max_response_tokens: limit of a response.
-      num_rows: rows of the batch, B; None: as many as are needed.
-      per_row: most responses of a row, S; 1: each has a row, and rows keep the order of the examples.
-      micro_rows: rows of a micro-batch, to leave out examples whose advantage is 0 where this saves a micro-batch
-        (`pack_without_zeros`); None: all examples are in the rows.
-      regularized: the batch has the examples' `regularization`.
+    A row has at most `per_row` responses; with 1 each has a row, in the order of the examples. With `micro_rows`, the
+    rows of a micro-batch, examples whose advantage is 0 are left out where this saves one (`pack_without_zeros`). With
+    `regularized` the batch has the examples' `regularization`.
 
     Raises:
       ValueError: a prompt or a response longer than its limit, a prompt without a token, or more rows than `num_rows`.

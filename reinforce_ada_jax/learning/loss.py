@@ -91,19 +91,14 @@ def aggregate(
 ) -> Float[Array, ""]:
     """Computes one number from per-token values.
 
-    token-mean               sum of all tokens / num_tokens: every token weighs the same (DAPO, arXiv 2503.14476)
-    seq-mean-token-sum       sum of all tokens / num_rows
-    seq-mean-token-sum-norm  sum of all tokens / (num_rows row_tokens), a constant length (Dr. GRPO, 2503.20783)
-    seq-mean-token-mean      sum over responses of their token means / num_rows (GRPO, 2402.03300)
+        token-mean               sum of all tokens / num_tokens: every token weighs the same (DAPO, arXiv 2503.14476)
+        seq-mean-token-sum       sum of all tokens / num_rows
+        seq-mean-token-sum-norm  sum of all tokens / (num_rows row_tokens), a constant length (Dr. GRPO, 2503.20783)
+        seq-mean-token-mean      sum over responses of their token means / num_rows (GRPO, 2402.03300)
 
-    Args:
-      per_token: values; anything under the mask (though nan there would spoil a gradient: mask before computing).
-      mask: True or 1 at tokens of responses.
-      aggregation: one of the names.
-      num_tokens: tokens of the whole minibatch, of which these rows may be a part (`denominators`).
-      num_rows: its responses that have tokens, each a row unless rows are packed.
-      row_tokens: tokens that a response may have; None: T.
-      segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
+    Values under the mask may be anything (though nan there would spoil a gradient: mask before computing). Tokens and
+    rows, the responses that have any, are those of the whole minibatch, of which these may be a part (`denominators`).
+    A response may have `row_tokens` tokens; None: T. `segment_one_hot` is as for `segment_sums`.
 
     Raises:
       ValueError: an unknown name.
@@ -151,16 +146,10 @@ def policy_loss(
     loss = aggregate(L) - entropy_coefficient aggregate(H) + kl_coefficient aggregate(KL), with L of `policy_terms`, H
     the entropy and KL of `kl_estimate`. H and KL of each token are multiplied by `regularization`.
 
-    Logprobs and entropies under the mask may be anything, nan included, and slopes are 0 there.
-
-    Args:
-      config: its settings.
-      logprobs: of the sampled tokens, under the policy being updated; differentiated, as is `entropy`.
-      entropy: of the policy where it chose them.
-      sampled: what does not depend on this policy.
-      counts: of the whole minibatch, of which these rows may be a part; None: these rows are all.
-      metric_weights: factors of the tokens in "entropy" and "approx_kl", where these rows are a sample of the minibatch
-        (`metric_weights`); None: 1.
+    Logprobs of the sampled tokens and entropies are those of the policy being updated, and are differentiated. Under
+    the mask they may be anything, nan included, and slopes are 0 there. These rows may be a part of the minibatch that
+    `counts` are of; None: they are all. Where they are a sample of it, "entropy" and "approx_kl" are weighed by
+    `metric_weights`.
 
     Returns:
       The loss, and sums over tokens divided by `num_tokens`: "entropy", "clip_fraction", "dual_clip_fraction",

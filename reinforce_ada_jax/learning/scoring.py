@@ -29,17 +29,11 @@ TILE_LOGITS = 2**24
 
 
 class Scores(NamedTuple):
-    """Log-probabilities at each token of a text; nan and -1 at the first one, which nothing predicts.
+    """Log-probabilities at each token of a text; nan and -1 at the first one, which nothing predicts."""
 
-    Attributes:
-      logprobs: of the token.
-      top_ids: most probable tokens in its place, the first one most probable.
-      top_logprobs: theirs. The token's own is the same number in `logprobs`, if it is among them.
-    """
-
-    logprobs: Float[np.ndarray, " T"]
-    top_ids: Int[np.ndarray, "T K"]
-    top_logprobs: Float[np.ndarray, "T K"]
+    logprobs: Float[np.ndarray, " T"]  # of the token
+    top_ids: Int[np.ndarray, "T K"]  # most probable tokens in its place, the first one most probable
+    top_logprobs: Float[np.ndarray, "T K"]  # theirs; the same number as in `logprobs` where the token is among them
 
 
 class Scorer:

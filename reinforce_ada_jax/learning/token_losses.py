@@ -62,17 +62,11 @@ class LossConfig:
 
 
 class TokenLoss(NamedTuple):
-    """Result of a loss function.
+    """Result of a loss function."""
 
-    Attributes:
-      loss: to be minimised.
-      clipped: True where the clipped ratio decides.
-      dual_clipped: True where the dual clip decides.
-    """
-
-    loss: Float[Array, "B T"]
-    clipped: Bool[Array | np.ndarray, "B T"] | bool = False
-    dual_clipped: Bool[Array | np.ndarray, "B T"] | bool = False
+    loss: Float[Array, "B T"]  # to be minimised
+    clipped: Bool[Array | np.ndarray, "B T"] | bool = False  # where the clipped ratio decides
+    dual_clipped: Bool[Array | np.ndarray, "B T"] | bool = False  # where the dual clip does
 
 
 # (settings, ratio, log-probabilities, advantages) -> loss of each token; ratio and log-probabilities have slopes.

@@ -194,20 +194,15 @@ class UpdatePrograms:
         policy_version: Version | None = None,
         between: Callable[[], None] | None = None,
     ) -> tuple[LearnerState, UpdateMetrics]:
-        """Makes one optimiser step on one minibatch, or leaves the state as it was.
+        """Makes one optimiser step on one minibatch of `Learner.put`, or leaves the state as it was.
 
-        The state stays as it was if the loss or the gradient is not finite. Without `old_logprobs` in the batch it also
-        does if a log-probability is not finite, or differs from the engine's by more than rounding
-        (`logprob_gap.gap_limits`).
+        The arrays of `state` are used up. It stays as it was if the loss or the gradient is not finite. Without
+        `old_logprobs` in the batch it also does if a log-probability is not finite, or differs from the engine's by
+        more than rounding (`logprob_gap.gap_limits`). Only responses of this `policy_version` were drawn from the
+        weights of `state` and are compared; None: all are. `base` are the weights under adapters.
 
-        Args:
-          state: before; its arrays are used up.
-          batch: of `Learner.put`.
-          base: the weights under the adapters, where adapters are trained; they have no gradient.
-          policy_version: `Response.policy_version` of the responses that were drawn from the weights of `state`; only
-            their log-probabilities are compared. None: all are.
-          between: called after each program of a chain but the last one, when the program has ended; `state` still has
-            its arrays where it raises. None: the programs are queued, and none is waited for.
+        `between` is called after each program of a chain but the last one, when the program has ended; `state` still
+        has its arrays where it raises. None: the programs are queued, and none is waited for.
         """
         if not self.is_chain(batch):
             return self._whole(state, batch, base, policy_version)

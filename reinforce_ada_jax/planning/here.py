@@ -38,8 +38,8 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     collect = scale * rounds * response * step + prompts * config.data.max_prompt_tokens * token
     # Products of the forward pass once, of the backward pass twice, and once more where layers are computed again.
     chosen = platform.of_mesh(components.mesh, config.learning, architecture, jnp.dtype(dtype))
-    kept = prompts * config.collection.group_size * (config.data.max_prompt_tokens + response)
-    update = (3 if chosen.remat == "dots" else 4) * kept * token
+    row_tokens = prompts * config.collection.group_size * (config.data.max_prompt_tokens + response)
+    update = (3 if chosen.remat == "dots" else 4) * row_tokens * token
     minutes = (collect + update) / 60
     return (
         f"time        about {minutes:.2g} min an iteration here: {collect / 60:.2g} to draw, {update / 60:.2g} to "

@@ -223,17 +223,12 @@ def hidden_states(
     remat: str | None = None,
     constrain: ShardingConstraint = unconstrained,
 ) -> Float[Array, "B T D"]:
-    """Causal forward pass.
+    """Causal forward pass; settings as for `Execution`.
 
-    Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it.
-
-    Args:
-      model: from `merge`.
-      tokens: ids.
-      positions: of each token in its own sequence; None: a row is one sequence, from 0.
-      segment_ids: which of its row's sequences a token belongs to; it sees no other. None: a row is one sequence.
-      attend: `causal_attend`, or what means the same; it gets `segment_ids` by name.
-      dtype: as for `Execution`, like `remat` and `constrain`.
+    Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it. Where a
+    row has several sequences, `positions` count in each of them, and a token sees none but that of its own segment id.
+    Without them a row is one sequence. `attend` is `causal_attend`, or what means the same; it gets `segment_ids` by
+    name.
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

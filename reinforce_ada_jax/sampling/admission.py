@@ -61,13 +61,9 @@ def admissible(
 ) -> Bool[ArrayLike, " S"]:
     """Returns True for idle slots whose draws may start: with them the forecast stays within `room` at all times.
 
-    No draw passes one before it that may not. With all slots idle the first one always may: it fits alone.
-
-    Args:
-      expected: from `expected_pages`.
-      held: own pages of each slot; 0 for idle ones.
-      limit: most own pages of a slot's draw; of an idle slot the draw that it would start, 0 for none.
-      room: pages that slots may hold in all.
+    No draw passes one before it that may not. With all slots idle the first one always may: it fits alone. `expected`
+    is from `expected_pages`; `held` are the own pages of each slot, 0 for idle ones; `limit` the most that its draw
+    needs, or the draw that it would start, 0 for none. Slots may hold `room` pages in all.
     """
     idle = held == 0
     pages = jnp.maximum(held, 1)

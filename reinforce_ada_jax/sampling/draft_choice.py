@@ -84,12 +84,7 @@ def choose(
     In times of reading the weights, a step takes 1, `row_time` for each of its rows, with a guess or without, and
     `token_time` for each cached token that it reads. So a guess that costs nothing, in an idle row, is verified.
 
-    Args:
-      fits: guesses that can be verified, the first ones of each slot.
-      chance: of each guess (`chances`).
-      slots: before the step.
-      options: of the engine.
-      sizes: numbers of rows that a step may have (`step_sizes`).
+    Guesses that fit are the first ones of each slot. `slots` are those before the step, whose rows are one of `sizes`.
     """
 
     def real(x):

@@ -89,15 +89,10 @@ def sample(
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Samples one token for each of the first `count` slots; also returns its untruncated log-probability.
 
-    Args:
-      logprobs: from `next_logprobs`.
-      keys: from `draw_keys`.
-      positions: index of the new token within its response, from 0.
-      sampling: of each slot. Temperature 0 takes the most probable token.
-      count: of slots; the others get 0. None: all.
-      at_a_time: slots in one iteration of the loop.
-      mesh: where the vocabulary is split over `tensor`.
-      blocks: to sample in two levels (blocks.py). None: those of a large vocabulary, one level for a small one.
+    Log-probabilities are those of `next_logprobs`, keys those of `draw_keys`; `positions` are the indices of the new
+    tokens within their responses, from 0. Temperature 0 takes the most probable token. Slots beyond `count` get 0;
+    None: all are sampled. A loop takes `at_a_time` slots. With `mesh` the vocabulary is split over `tensor`. With
+    `blocks`, by default those of a large vocabulary, it is sampled in two levels (blocks.py).
     """
     num_slots, vocabulary = logprobs.shape
     rows = min(at_a_time, num_slots)

@@ -40,8 +40,8 @@ def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStoppe
     begin = time.monotonic()
     drawn = run.ahead.take(run.stop)  # None, unless it was drawn during the updates before
     if drawn is None:
-        prompts = choose(run, state, _read_journal(run, state))
-        drawn = draw(run, prompts, run.stop)  # and grades
+        source = choose(run, state, _read_journal(run, state))  # prompts, and the weights to draw from
+        drawn = draw(run, source, run.stop)  # and grade
     waited = {"time/wait_s": time.monotonic() - begin} if run.config.draws_ahead else {}
     _write_journal(run, state, drawn.collected)
 

@@ -61,7 +61,8 @@ def test_parquet_that_is_cut_off(tmp_path):
 
 
 def test_parquet_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r"verl.parquet is Parquet, which needs pyarrow.*pip install '\.\[hub\]'"):
         load_problems(str(FOLDER / "verl.parquet"))
 

@@ -100,7 +100,7 @@ def test_columns_that_are_no_single_values_are_read_too(tmp_path, monkeypatch):
         as_data_source=lambda split: [row],
     )
     stand_in = SimpleNamespace(builder_from_directory=lambda folder: builder)
-    monkeypatch.setattr(tfds_problems, "_tfds", lambda source: stand_in)
+    monkeypatch.setattr(tfds_problems, "optional_package", lambda *_: stand_in)
     (tmp_path / "dataset_info.json").touch()
     (problem,) = load_problems(f"tfds:{tmp_path}")
     assert (problem["problem"], problem["answer"]) == ("½ of 4?", "2")
