@@ -16,7 +16,6 @@ from reinforce_ada_jax.analysis.enumeration import NO_SUCCESS, PROMPT, terms_by_
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
-from reinforce_ada_jax.config import EstimatorConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,10 +114,10 @@ def learn(
     strategy, rng = strategies.build(config), np.random.default_rng(seed)
     if strategy.needs_estimates or (strategy.coefficients is not None and strategy.plan is not None):
         raise ValueError(
-            "learning curves follow no estimates of a control variate or of other coefficients: use the control "
-            "variate constant, or leave out the plan or the coefficients."
+            "learning curves follow no estimates of a control variate or of other coefficients: use a number "
+            "as control variate, or leave out the plan or the coefficients."
         )
-    ema = Ema(decay=EstimatorConfig().decay)
+    ema = Ema()
     names = [f"{index:06d}" for index in range(len(pass_rates))]
 
     terms = terms_by_state(strategy)

@@ -350,17 +350,11 @@ def _check_estimates(config: Config) -> None:
 
 
 def barrier_holds_every_prompt(config: Config) -> None:
-    """With a barrier all prompts of an iteration are open at a time."""
+    """With a barrier the pages hold all prompts of an iteration at a time."""
     collection, sampling = config.collection, config.sampling
     prompts, longest = collection.prompts_per_iteration, config.data.max_prompt_tokens
     if not collection.barrier:
         return
-    if 0 < sampling.open_prompts < prompts:
-        raise ValueError(
-            f"sampling.open_prompts is {sampling.open_prompts}, collection.prompts_per_iteration is {prompts}: with "
-            "collection.barrier every prompt stays open until the last round, so all must be open at a time. Use at "
-            "least that many, or 0 to have them counted for you."
-        )
     at_once = (prompts - 1) * math.ceil(longest / sampling.page_size) + least_pages(config)
     if 0 < sampling.pages < at_once:
         raise ValueError(

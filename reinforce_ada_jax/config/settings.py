@@ -286,7 +286,6 @@ class EstimatorConfig:
     kind: str = setting(
         "ema", '"ema": each prompt\'s own history; "value": a head on the last prompt token.', one_of(("ema", "value"))
     )
-    decay: float = setting(0.85, "ema: factor of the old counts at each new iteration.", values.BELOW_1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -303,17 +302,10 @@ class SamplingConfig:
     window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
     page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.AT_LEAST_1)
     pages: int = setting(
-        0, "Pages of one replica's cache; 0: as many as slots and open_prompts need at their longest.",
+        0, "Pages of one replica's cache; 0: as many as slots and open prompts need at their longest. Open are a "
+        "quarter more prompts than slots, half more if samples_per_round is below 4, or all of them with a barrier.",
         values.NOT_NEGATIVE, rule="pages_hold_a_response",
     )  # fmt: skip
-    open_prompts: int = setting(
-        0, "Prompts with pages in one replica; 0: a quarter more than slots, half more if samples_per_round is "
-        "below 4, or all of them with a barrier.",
-        values.NOT_NEGATIVE, rule="barrier_holds_every_prompt",
-    )  # fmt: skip
-    prefill_tokens: int = setting(
-        256, "Prompt tokens prefilled before a decode step, in one forward pass.", values.AT_LEAST_1
-    )
     attention: str = setting(
         "auto", "Decode attention; auto: the one made for the device.",
         one_of(("auto", "jnp", "pallas_tpu", "pallas_gpu")),
@@ -519,7 +511,7 @@ class LoggingConfig:
     """Destinations of metrics, samples and compiled programs."""
 
     trackers: str = setting(
-        "tensorboard", "Where metrics go besides metrics.jsonl: tensorboard, wandb:PROJECT (`pip install wandb`), "
+        "tensorboard", "Where metrics go in addition to metrics.jsonl: tensorboard, wandb:PROJECT (`pip install wandb`), "
         "trackio:PROJECT (`pip install trackio`); several with commas between them.", values.TRACKERS,
     )  # fmt: skip
     sampled_prompts: int = setting(

@@ -391,8 +391,7 @@ class _Session:
         if waiting:
             raise RuntimeError(
                 f"{waiting} prompts wait and none can be opened, with nothing in flight: prompts that need nothing "
-                "more were never closed, or a barrier keeps all of them open and sampling.open_prompts is smaller "
-                "than their number."
+                "more were never closed, or a barrier keeps all of them open and the engine has room for fewer."
             )
         for scheduler in self.schedulers:
             scheduler.close_all()

@@ -70,6 +70,8 @@ from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Slots of a replica where steps of many rows take as long as those of few: all devices but CPUs, and small models.
 MOST_SLOTS = 256
+# Prompt tokens that are prefilled before a decode step. A chunk takes its tokens from several prompts.
+PREFILL_TOKENS = 256
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
 PACKAGE_PREFIX = "package:"
 
@@ -228,8 +230,8 @@ def engine_options(
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,
-        open_prompts=sampling.open_prompts or max(open_prompts, barrier_prompts),
-        prefill_tokens=sampling.prefill_tokens,
+        open_prompts=max(open_prompts, barrier_prompts),
+        prefill_tokens=PREFILL_TOKENS,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=longest_response(config),
         stop_ids=stop_ids,
@@ -405,9 +407,8 @@ def load_params(config: Config, components: Components, dtype: str | None = None
 
 def make_estimator(config: Config, components: Components) -> Ema | ValueHead:
     """The estimator of pass rates that the `estimator` section describes."""
-    estimator = config.estimator
-    if estimator.kind == "ema":
-        return Ema(decay=estimator.decay)
+    if config.estimator.kind == "ema":
+        return Ema()
     return ValueHead(
         components.architecture,
         components.mesh,

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from reinforce_ada_jax.collection.estimators import Ema, calibration
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
 
-DEFAULTS = {"decay": 0.85}
-
 
 def make_prompt(name: str) -> Prompt:
     return Prompt(name, "", "", np.zeros(1, np.int32))
@@ -41,14 +39,14 @@ def test_three_iterations_by_hand():
 
 def test_outcomes_count_not_rewards():
     # A penalty halved what correct responses are worth; they stay correct.
-    ema = Ema(**DEFAULTS)
+    ema = Ema()
     ema.observe([make_pool("a", 3, 4, reward=0.4)])
     np.testing.assert_array_equal(ema.estimate([make_prompt("a")]), [3.5 / 5])
 
 
 @given(st.lists(st.tuples(st.integers(0, 32), st.booleans()), max_size=30))
 def test_never_certain(history):
-    ema = Ema(**DEFAULTS)
+    ema = Ema()
     for drawn, right in history:
         ema.observe([make_pool("a", drawn if right else 0, drawn)])
     (estimate,) = ema.estimate([make_prompt("a")])
@@ -57,15 +55,15 @@ def test_never_certain(history):
 
 
 def test_no_prompts():
-    assert Ema(**DEFAULTS).estimate([]).shape == (0,)
+    assert Ema().estimate([]).shape == (0,)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=12))
 def test_json_and_back_to_the_last_bit(history):
-    ema, prompts = Ema(**DEFAULTS), [make_prompt(name) for name in "abcd"]
+    ema, prompts = Ema(), [make_prompt(name) for name in "abcd"]
     for name, correct in history:
         ema.observe([make_pool(name, correct, 9)])
-    again = Ema(**DEFAULTS)
+    again = Ema()
     again.load_json(json.loads(json.dumps(ema.to_json())))
     np.testing.assert_array_equal(again.estimate(prompts), ema.estimate(prompts))
     for estimator in (ema, again):

@@ -39,11 +39,11 @@ def test_the_defaults_are_valid_once_model_and_prompts_are_named():
 AT_LEAST_ONE = """
     data.max_prompt_tokens evaluation.samples evaluation.max_response_tokens checkpoint.keep
     collection.samples_per_round collection.max_rounds collection.prompts_per_iteration sampling.max_response_tokens
-    sampling.window sampling.page_size sampling.prefill_tokens learning.prompts_per_update
+    sampling.window sampling.page_size learning.prompts_per_update
     learning.responses_per_row mesh.data mesh.fsdp mesh.tensor
 """.split()
 AT_LEAST_ZERO = """
-    seed iterations reward.workers sampling.pages sampling.open_prompts learning.warmup_updates checkpoint.every
+    seed iterations reward.workers sampling.pages learning.warmup_updates checkpoint.every
     evaluation.every learning.micro_batches logging.sampled_prompts sampling.slots
 """.split()
 POSITIVE = """
@@ -137,13 +137,10 @@ def test_training_samples_the_policy_as_it_is(cut):
         config_lib.resolve({"sampling": {cut: 1}})
 
 
-def test_a_barrier_needs_every_prompt_open_and_forbids_overlap():
+def test_a_barrier_needs_pages_for_every_prompt_and_forbids_overlap():
     barrier = {"collection.barrier": True}
     with pytest.raises(ValueError, match="choose one of them"):
         config_lib.check(changed(**barrier, **{"collection.overlap_iterations": 1}))
-    with pytest.raises(ValueError, match="open_prompts is 511, collection.prompts_per_iteration is 512"):
-        config_lib.check(changed(**barrier, **{"sampling.open_prompts": 511}))
-    config_lib.check(changed(**barrier, **{"sampling.open_prompts": 512}))
     # 512 prompts of 16 pages, 48 of one with its response, and the one that is never handed out.
     with pytest.raises(ValueError, match="pages is 8240: with collection.barrier all 512 prompts .* are 8241 of 64"):
         config_lib.check(changed(**barrier, **{"sampling.pages": 8240}))

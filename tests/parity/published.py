@@ -139,7 +139,7 @@ def run_config(max_prompt_tokens: int, limit: int) -> Config:
     return Config(
         model=ModelConfig(compute_dtype="float32"),
         data=DataConfig(max_prompt_tokens=max_prompt_tokens),
-        sampling=SamplingConfig(slots=4, window=8, page_size=16, prefill_tokens=16, max_response_tokens=limit),
+        sampling=SamplingConfig(slots=4, window=8, page_size=16, max_response_tokens=limit),
     )
 
 

@@ -23,7 +23,7 @@ SETTINGS = {
 }  # fmt: skip
 RUNS = {
     "one": {},
-    "other": {"sampling.slots": 5, "sampling.window": 3, "sampling.page_size": 4, "sampling.prefill_tokens": 7},
+    "other": {"sampling.slots": 5, "sampling.window": 3, "sampling.page_size": 4},
     "scored": {"learning.prompts_per_update": 4, "lora.rank": 4},  # two updates, after a scoring pass
 }
 
