@@ -343,10 +343,6 @@ class LearningConfig:
         0, "Parts in which a minibatch is computed; they change memory and time, not results. 0: on CPUs, parts of at "
         "most 2,048 tokens; elsewhere one.", values.NOT_NEGATIVE, rule="updates_are_whole_micro_batches",
     )  # fmt: skip
-    micro_batches_per_program: int = setting(
-        0, "Micro-batches of an update that are computed without asking for signals; 0: as many as take about 2 s at "
-        "the peak rate of the devices.", values.NOT_NEGATIVE,
-    )  # fmt: skip
     responses_per_row: int = setting(
         16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.AT_LEAST_1
     )
@@ -358,11 +354,6 @@ class LearningConfig:
     remat: str = setting(
         "auto", 'Recomputed in the backward pass: "full", each layer; "dots", all but products with weights; auto: '
         '"dots" on CPUs, "full" elsewhere.', one_of(("auto", "full", "dots")),
-    )  # fmt: skip
-    gather_weights: str = setting(
-        "auto", 'Layers\' weights that mesh.fsdp splits are gathered "once" in an update, as a copy in compute_dtype, '
-        'or "layer" by layer in each micro-batch, as always under adapters; auto: "once" on TPUs where the copy takes '
-        "at most 18 % of a chip's memory.", one_of(("auto", "once", "layer")),
     )  # fmt: skip
     learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", values.POSITIVE)
     warmup_updates: int = setting(10, "Updates of the linear warm-up.", values.NOT_NEGATIVE)
@@ -511,8 +502,8 @@ class LoggingConfig:
     """Destinations of metrics, samples and compiled programs."""
 
     trackers: str = setting(
-        "tensorboard", "Where metrics go in addition to metrics.jsonl: tensorboard, wandb:PROJECT (`pip install wandb`), "
-        "trackio:PROJECT (`pip install trackio`); several with commas between them.", values.TRACKERS,
+        "tensorboard", "Where metrics go in addition to metrics.jsonl: tensorboard, wandb:PROJECT (`pip install "
+        "wandb`), trackio:PROJECT (`pip install trackio`); several with commas between them.", values.TRACKERS,
     )  # fmt: skip
     sampled_prompts: int = setting(
         4, "Prompts of each iteration whose responses are written to samples/.", values.NOT_NEGATIVE

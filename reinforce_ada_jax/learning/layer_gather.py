@@ -35,10 +35,10 @@ def copy_bytes(architecture: Architecture, mesh: Mesh, dtype: DTypeLike) -> int:
 
 
 def is_chosen(architecture: Architecture, mesh: Mesh, config: Config) -> bool:
-    """Returns True where an update of all weights makes the copy: `learning.gather_weights`, resolved for the mesh."""
+    """Returns True where an update of all weights makes the copy: there is a split, and room on each device."""
     size = copy_bytes(architecture, mesh, config.model.compute_dtype)
     memory = platform.tpu_bytes(mesh.devices.flat[0].device_kind)
-    return mesh.shape["fsdp"] > 1 and platform.gathers_once(config.learning.gather_weights, size, memory)
+    return mesh.shape["fsdp"] > 1 and platform.gathers_once(size, memory)
 
 
 def shardings(architecture: Architecture, mesh: Mesh) -> Params:

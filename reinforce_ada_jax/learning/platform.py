@@ -171,13 +171,13 @@ def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int
     return micro_rows(mesh.devices.flat[0].platform, config, row_shards, token_bytes)
 
 
-def micro_batches_per_program(setting: int, micro_flops: float, name: str, device_kind: str) -> int:
+def micro_batches_per_program(micro_flops: float, name: str, device_kind: str) -> int:
     """Returns the micro-batches of an update that one program computes; between two programs a run can end.
 
-    With the setting 0 they are as many as take `PROGRAM_S` at the peak rate, which is rough where there is no TPU.
+    They are as many as take `PROGRAM_S` at the peak rate, which is rough where there is no TPU.
     """
     peak = TPU_FLOPS.get(device_kind) or OTHER_FLOPS.get(name, OTHER_FLOPS["gpu"])
-    return setting or max(1, int(PROGRAM_S * peak / micro_flops))
+    return max(1, int(PROGRAM_S * peak / micro_flops))
 
 
 def update_program(mesh: Mesh, config: Config, architecture: Architecture) -> int:
@@ -187,13 +187,12 @@ def update_program(mesh: Mesh, config: Config, architecture: Architecture) -> in
     flops = (
         6 * architecture.num_parameters * rows * (config.data.max_prompt_tokens + config.sampling.max_response_tokens)
     )
-    setting = config.learning.micro_batches_per_program
-    return micro_batches_per_program(setting, flops / mesh.size, device.platform, device.device_kind)
+    return micro_batches_per_program(flops / mesh.size, device.platform, device.device_kind)
 
 
-def gathers_once(gather_weights: str, copy_bytes: float, device_bytes: float) -> bool:
+def gathers_once(copy_bytes: float, device_bytes: float) -> bool:
     """Returns True where an update gathers the layers' weights once, and not in each micro-batch.
 
     `copy_bytes` are those of the gathered weights on each device, `device_bytes` those of `tpu_bytes`.
     """
-    return copy_bytes <= GATHERED_SHARE * device_bytes if gather_weights == "auto" else gather_weights == "once"
+    return copy_bytes <= GATHERED_SHARE * device_bytes

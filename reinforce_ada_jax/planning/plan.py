@@ -154,10 +154,6 @@ def remedies(run: Deployment, results: Sequence[ProgramResult], learner_bytes: i
                 f"{options.pages:,}): "
                 + ("this cache fits beside everything else." if compiled else "more can't fit, whatever runs.")
             )
-    if learning and run.gathers_once:
-        lines.append(
-            "learning.gather_weights = layer: no copy of the layers' weights is held; each micro-batch gathers them."
-        )
     if "update" in learning and config.learning.remat == "dots":
         lines.append("learning.remat = full (now dots): update computes a third more and keeps a layer's input alone.")
     micro_batches = _next_micro_batches(config)

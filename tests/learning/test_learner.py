@@ -18,6 +18,7 @@ from reinforce_ada_jax.config import (
     SamplingConfig,
 )
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.loss import LossConfig, aggregate, clipped_policy_loss, denominators, kl_estimate
@@ -35,8 +36,12 @@ TEMPERATURE = 0.7
 PROMPT_LENGTHS, RESPONSE_LENGTHS = (1, 5, 3, 2, 5, 4, 1, 2), (1, 8, 1, 7, 2, 1, 8, 1)
 
 
-def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, **changes) -> Learner:
-    """A learner whose first moment after one update is the gradient, and whose step is smooth in it."""
+def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, in_program=0, gathers=False, **changes) -> Learner:
+    """A learner whose first moment after one update is the gradient, and whose step is smooth in it.
+
+    A program has `in_program` micro-batches (0: as many as on this machine), and with `gathers` there is room for a
+    copy of the layers' weights, as on TPUs.
+    """
     exact = dict(b1=0.0, clip_norm=1e9, epsilon=1e-3, learning_rate=1e-3, warmup_updates=0)
     config = Config(
         model=ModelConfig(compute_dtype="float32"),
@@ -45,13 +50,18 @@ def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, **changes) -> Learner:
         learning=LearningConfig(**{"prompts_per_update": 2, "micro_batches": micro_batches} | exact | changes),
         lora=LoraConfig(rank=rank, alpha=ALL.alpha),
     )
-    return learner_of(config, mesh)
+    return learner_of(config, mesh, in_program, gathers)
 
 
 @functools.cache
-def learner_of(config: Config, mesh) -> Learner:
+def learner_of(config: Config, mesh, in_program: int, gathers: bool) -> Learner:
     """Equal settings, however they are given, have one learner."""
-    return Learner(ARCHITECTURE, config, mesh_lib.make_mesh(*mesh))
+    with pytest.MonkeyPatch.context() as patch:
+        if in_program:
+            patch.setattr(platform, "micro_batches_per_program", lambda *_: in_program)
+        if gathers:
+            patch.setattr(platform, "gathers_once", lambda *_: True)
+        return Learner(ARCHITECTURE, config, mesh_lib.make_mesh(*mesh))
 
 
 def fresh_state(of: Learner, params=PARAMS):
@@ -431,8 +441,8 @@ def assert_eight_devices_are_one(of_eight):
 
 def test_weights_gathered_once_give_the_same_update():
     results, in_layers = [], []
-    for gather in ("layer", "once"):
-        spread = learner(2, (1, 4, 2), gather_weights=gather)
+    for gathers in (False, True):
+        spread = learner(2, (1, 4, 2), gathers=gathers)
         arguments = fresh_state(spread), spread.put(batch()), None
         program = spread.update.programs(*arguments)["update"]().compile()
         results.append(program(*arguments, np.int32(0)))
@@ -442,8 +452,8 @@ def test_weights_gathered_once_give_the_same_update():
     assert_eight_devices_are_one(results[0])
     assert_trees_close(*results, rtol=1e-5, atol=1e-6)
     assert in_layers[0] > 0 and in_layers[1] == 0
-    on_one = learner(gather_weights="once")
-    assert not on_one.gathers_once and not learner(mesh=(1, 8, 1), rank=4, gather_weights="once").gathers_once
+    on_one = learner(gathers=True)
+    assert not on_one.gathers_once and not learner(mesh=(1, 8, 1), rank=4, gathers=True).gathers_once
 
 
 def test_moments_live_where_their_weights_live():

@@ -55,20 +55,20 @@ def made(of, rows, adapters, between=None):
 )
 def test_a_chain_is_one_program(micro_batches, settings, rows, adapters):
     one = made(learner(micro_batches, **settings), rows(), adapters)
-    chain = made(learner(micro_batches, micro_batches_per_program=3, **settings), rows(), adapters)
+    chain = made(learner(micro_batches, in_program=3, **settings), rows(), adapters)
     # The same sums in the same order; but the compiler fuses the loss otherwise, and that rounds.
     assert_trees_close(chain, one, rtol=1e-5, atol=1e-6)
 
 
 def test_the_length_of_the_programs_changes_no_bit():
-    three, seven = (updated(learner(8, micro_batches_per_program=number)) for number in (3, 7))
+    three, seven = (updated(learner(8, in_program=number)) for number in (3, 7))
     assert_trees_equal(three, seven)
 
 
 def test_a_chain_over_eight_devices_is_one_program():
-    rows, settings = batch(), {"mesh": (1, 4, 2), "gather_weights": "once"}
+    rows, settings = batch(), {"mesh": (1, 4, 2), "gathers": True}
     asked = []
-    chain = learner(2, micro_batches_per_program=1, **settings)
+    chain = learner(2, in_program=1, **settings)
     assert chain.gathers_once
     state, metrics = made(chain, rows, None, lambda: asked.append(0))
     assert len(asked) == 2
@@ -85,14 +85,14 @@ def test_a_chain_over_eight_devices_is_one_program():
 
 def test_scores_of_a_chain_are_those_of_one_program():
     # Of eight micro-batches 3 are scored in a program, and then again 3 and 2.
-    of, asked = learner(8, micro_batches_per_program=1), []
+    of, asked = learner(8, in_program=1), []
     scored = of.score(PARAMS, of.put(batch()), lambda: asked.append(0))
     assert len(asked) == 3
     assert_trees_close(scored, learner(8).score(PARAMS, learner(8).put(batch())), rtol=1e-6, atol=1e-6)
 
 
 def test_programs_without_a_token_are_not_begun():
-    of, asked = learner(8, micro_batches_per_program=3), []
+    of, asked = learner(8, in_program=3), []
     four = with_empty_rows(jax.tree.map(lambda x: x[:4], batch()), 8)
     made(of, four, None, lambda: asked.append(0))
     assert len(asked) == 2  # of three micro-batches, and of one
@@ -104,7 +104,7 @@ class GivenUp(Exception):
 
 @pytest.mark.parametrize("programs", [1, 2, 3])
 def test_an_update_that_is_given_up_leaves_the_state(programs):
-    of = learner(8, micro_batches_per_program=3)
+    of = learner(8, in_program=3)
     state, asked = fresh_state(of), []
 
     def between():
@@ -122,7 +122,7 @@ def test_an_update_that_is_given_up_leaves_the_state(programs):
 
 
 def test_a_chain_leaves_the_state_where_a_gradient_is_not_finite():
-    of = learner(8, micro_batches_per_program=3)
+    of = learner(8, in_program=3)
     rows = batch()
     rows = rows.replace(advantages=np.where(rows.advantages == rows.advantages[-1, 0], np.nan, rows.advantages))
     state, metrics = updated(of, rows)

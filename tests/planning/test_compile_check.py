@@ -13,6 +13,7 @@ import pytest
 
 from reinforce_ada_jax import cli, compile_check
 from reinforce_ada_jax.distributed.mesh import make_mesh, shard_bytes
+from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.batch import make_batch
 from reinforce_ada_jax.planning import compilation, report
 from reinforce_ada_jax.planning import programs as programs_lib
@@ -245,9 +246,12 @@ def test_every_program_of_adapters_lowers_and_the_update_is_in_place():
 
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["weights", "adapters"])
-def test_the_programs_of_a_chain_are_those_of_one_update(changes):
-    settings = changes | {"learning.micro_batches": 8, "learning.gather_weights": "once"}
-    one, run = abstract(**settings), abstract(**settings, **{"learning.micro_batches_per_program": 2})
+def test_the_programs_of_a_chain_are_those_of_one_update(monkeypatch, changes):
+    monkeypatch.setattr(platform, "gathers_once", lambda *_: True)
+    settings = changes | {"learning.micro_batches": 8}
+    one = abstract(**settings)
+    monkeypatch.setattr(platform, "micro_batches_per_program", lambda *_: 2)
+    run = abstract(**settings)
     *_, alone = programs_lib.learner_programs(one)
     *in_parts, begin, loop, finish = programs_lib.learner_programs(run)
     if changes:  # with a reference to score: 6 and 2 micro-batches

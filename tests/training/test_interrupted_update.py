@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.update import UpdatePrograms
 from reinforce_ada_jax.training.loop import Ending
 from tests.running import reproducible, restored, tiny, train
@@ -13,7 +14,6 @@ from tests.running import reproducible, restored, tiny, train
 SETTINGS = {
     "iterations": 3, "checkpoint.every": 3, "evaluation.every": 0, "logging.trackers": "", "sampling.slots": 32,
     "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 8, "learning.micro_batches": 8,
-    "learning.micro_batches_per_program": 1,
 }  # fmt: skip
 
 
@@ -48,6 +48,7 @@ CASES = {
     "changes", [pytest.param(CASES[name], id=name, marks=[pytest.mark.slow] if CASES[name] else []) for name in CASES]
 )
 def test_an_update_that_a_signal_breaks_off_is_made_again(tmp_path, monkeypatch, changes):
+    monkeypatch.setattr(platform, "PROGRAM_S", 0.0)  # one micro-batch in a program
     config = tiny(**SETTINGS | changes)
     assert train(config, tmp_path / "unbroken").ending is Ending.FINISHED
     with monkeypatch.context() as patch:

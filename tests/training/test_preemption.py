@@ -16,7 +16,7 @@ SETTINGS = {
     "iterations": 24, "checkpoint.every": 4, "evaluation.every": 4,
     "evaluation.samples": 1, "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4,
     "sampling.slots": 8, "sampling.window": 4, "logging.sampled_prompts": 8, "logging.trackers": "",
-    "learning.micro_batches": 4, "learning.micro_batches_per_program": 1,
+    "learning.micro_batches": 4,
 }  # fmt: skip
 # With invariant numerics a response has the same bits in another slot, so that a CPU keeps a broken collection.
 # They are for one device; two processes draw a broken collection again.
@@ -28,11 +28,21 @@ OF_THE_ENGINE = re.compile(
     "collection/(slot_utilisation|redone_tokens|prefills|prefilled_tokens|shared_tokens|dispatches|waited_share|draft_.*"
     "|discarded.*)"
 )
+# Trains with one micro-batch in a program, so that an update can be broken off.
+UNHARMED = """
+import runpy
+from reinforce_ada_jax.learning import platform
+
+platform.PROGRAM_S = 0.0
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
 # Ends itself, a moment after it has shown for the N-th time that it is in a phase (any of them: "").
 AT_A_PHASE = """
 import os, runpy, signal, threading
+from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.reporting import progress
 
+platform.PROGRAM_S = 0.0
 left = {number}
 
 def phase(self, text, original=progress.Progress.phase):
@@ -50,8 +60,10 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 # Ends itself inside its third update, which is the first one of iteration 2.
 IN_AN_UPDATE = """
 import os, runpy, signal
+from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.update import UpdatePrograms
 
+platform.PROGRAM_S = 0.0
 updates = 0
 
 def update(self, state, batch, base, version, between, original=UpdatePrograms.__call__):
@@ -93,7 +105,7 @@ def ended(processes, code) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_twenty_sigterms_change_no_bit(tmp_path, count):
-    unharmed = ("-m", "reinforce_ada_jax.train")
+    unharmed = ("-c", UNHARMED)
     ended(start(tmp_path / "unbroken", count, [unharmed] * count), 0)
     numbers, workdir, said = np.random.default_rng(count), tmp_path / "run", []
     for number in range(SIGTERMS):
@@ -124,7 +136,7 @@ def test_twenty_sigterms_change_no_bit(tmp_path, count):
 @pytest.mark.slow
 def test_two_processes_leave_an_update_together(tmp_path):
     """`test_interrupted_update.py` has one process; here only one of two is told to end."""
-    unharmed = ("-m", "reinforce_ada_jax.train")
+    unharmed = ("-c", UNHARMED)
     few = {"iterations": 3, "evaluation.every": 0}
     ended(start(tmp_path / "unbroken", 2, [unharmed] * 2, **few), 0)
     said = ended(start(tmp_path / "run", 2, [unharmed, ("-c", IN_AN_UPDATE)], **few), RESTART)
