@@ -90,6 +90,7 @@ ALIASES = {
     "eval_steps": Alias("TRL", (), _UPDATES.format("evaluation.every")),
     "output_dir": Alias("TRL", (), "Use the flag --workdir."),
     "reward_funcs": Alias("TRL", (), "Set reward.path to file.py:function."),
+    "reward_weights": Alias("TRL", (), "Write each one behind its function in reward.path: file.py:function=0.5."),
     # ---- verl, without its prefix actor_rollout_ref.
     "rollout.n": Alias("verl", ("collection.group_size",), _GROUP),
     "rollout.temperature": Alias("verl", ("sampling.temperature",)),

@@ -20,7 +20,7 @@ RESUMABLE = (
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction")
 SHOWN = 3  # lines of differences in a message
 GRADED_BY = (
-    *(f"reward.{key}" for key in ("kind", "path", "weights", "completions", "positive_threshold")),
+    *(f"reward.{key}" for key in ("kind", "path", "completions", "positive_threshold")),
     *(f"environment.{key}" for key in ("path", "max_turns", "max_turn_tokens")),
 )
 

@@ -188,17 +188,6 @@ def an_environment_gives_the_rewards(config: Config) -> None:
         )
 
 
-def weights_belong_to_functions(config: Config) -> None:
-    """weights has one number for each function of path, or none."""
-    weights, path = config.reward.weights, config.reward.path
-    count = len(path.split(",")) if path else 0
-    if weights and len(weights) != count:
-        raise ValueError(
-            f"reward.weights has {len(weights)} numbers, and reward.path names {count} functions: give one for each, "
-            "in their order."
-        )
-
-
 def penalty_fits_the_response(config: Config) -> None:
     """The length penalty starts within the response."""
     overlong, longest = config.reward.overlong_tokens, config.sampling.max_response_tokens
@@ -380,7 +369,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     texts_belong_to_chat, invariant_numerics_are_possible,
     an_environment_gives_the_rewards, own_code_has_workers, a_test_fits_the_grading,
     a_judge_is_complete,
-    weights_belong_to_functions, penalty_fits_the_response,
+    penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, proportional_selection_is_corrected, importance_has_a_cap,
     overlap_knows_its_prompts, drawn_ahead_is_young, devices_are_split,

@@ -121,9 +121,16 @@ ZERO_OR_ONE = Allowed("be 0 or 1", lambda value: value in (0, 1))
 SEED = Allowed(
     "not be negative, and it must be below 2**31: devices count in 32 bits", lambda value: 0 <= value < 2**31
 )
+
+
+def _are_functions(text: str) -> bool:
+    entries = [re.fullmatch(r".+\.py:[^\W\d]\w*(?:=(.+))?", entry.strip()) for entry in text.split(",")]
+    return not text or all(entry and _is_number(entry[1] or "1") for entry in entries)
+
+
 USER_FUNCTIONS = Allowed(
-    "have the form file.py:function (several with commas between them), or be empty",
-    lambda value: all(re.fullmatch(r".+\.py:[^\W\d]\w*", part.strip()) for part in value.split(",")) if value else True,
+    "have the form file.py:function or file.py:function=WEIGHT (several with commas between them), or be empty",
+    _are_functions,
 )
 ENVIRONMENT = Allowed(
     "have the form file.py:Class or verifiers:NAME, or be empty",

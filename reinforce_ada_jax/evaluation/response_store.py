@@ -106,7 +106,7 @@ def graded_by(config: Config, grader: str, prompts: Sequence[Prompt]) -> dict[st
     return {
         "reward": grader or reward.path or reward.kind,
         "file": files_hash(reward.path) if of_user else "",
-        **({"weights": list(reward.weights), "completions": reward.completions} if of_user else {}),
+        **({"completions": reward.completions} if of_user else {}),
         **(_settings_of(config, kind) if kind else {}),
         **({"tests": code_tests.tests_hash(prompt.columns for prompt in prompts)} if kind == "code" else {}),
         "positive_threshold": reward.positive_threshold,

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,14 +82,15 @@ def file_reference(reference: str) -> str:
     return f"{path}:{function}"
 
 
-def split(path: str) -> list[str]:
-    """Returns the references in `reward.path`: "a.py:f,b.py:g" names two functions."""
-    return [reference.strip() for reference in path.split(",") if reference.strip()]
+def split(path: str) -> list[tuple[str, float]]:
+    """Returns (reference, weight) of each function in `reward.path`: "a.py:f,b.py:g=0.5" has the weights 1 and 0.5."""
+    entries = [re.fullmatch(r"(.+?)(?:=([^:=]+))?", entry.strip()) for entry in path.split(",")]
+    return [(entry[1], float(entry[2] or 1.0)) for entry in entries if entry]
 
 
 def files_hash(path: str) -> str:
     """Returns a hash of the files in `reward.path`, "" for none: a function that was edited is another one."""
-    texts = [pathlib.Path(reference.rpartition(":")[0]).read_bytes() for reference in split(path)]
+    texts = [pathlib.Path(reference.rpartition(":")[0]).read_bytes() for reference, _ in split(path)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16] if texts else ""
 
 

@@ -34,21 +34,20 @@ class GradingFailed(ValueError):
     """Failure to grade the pair of `VerifierPool.check`; the text is one line."""
 
 
-def _entry(grade_fn: GradeFn | Made | str, weights: Sequence[float]) -> dict[str, Any]:
+def _entry(grade_fn: GradeFn | Made | str) -> dict[str, Any]:
     """Returns what a worker needs to know of one grader; only functions of files have names in the metrics."""
     if isinstance(grade_fn, Made):
         return {"references": [grade_fn.reference], "names": [], "weights": [], "settings": dict(grade_fn.settings)}
     if not isinstance(grade_fn, str):
         return {"references": [loading.function_reference(grade_fn)], "names": [], "weights": []}
-    references = [loading.file_reference(each) for each in loading.split(grade_fn) or [grade_fn]]
+    functions = loading.split(grade_fn) or [(grade_fn, 1.0)]
+    references = [loading.file_reference(reference) for reference, _ in functions]
     names = [each.rpartition(":")[2] for each in references]
     if len(set(names)) < len(names):
         raise ValueError(
             f"{grade_fn!r} names two functions {max(names, key=names.count)!r}: give each a name of its own."
         )
-    if weights and len(weights) != len(names):
-        raise ValueError(f"there are {len(weights)} weights for {len(names)} functions ({grade_fn!r}): one for each.")
-    return {"references": references, "names": names, "weights": list(weights) or [1.0] * len(names)}
+    return {"references": references, "names": names, "weights": [weight for _, weight in functions]}
 
 
 class VerifierPool:
@@ -65,13 +64,12 @@ class VerifierPool:
 
     Args:
       grade_fn: a function of (response text, answer) or of another signature (`dialects`), at the top level of an
-        importable module (not `__main__`); `Made`; or "file.py:function", which only workers run. "a.py:f,b.py:g" names
-        several, whose weighted sum is the reward.
+        importable module (not `__main__`); `Made`; or "file.py:function", which only workers run. "a.py:f,b.py:g=0.5"
+        names several, whose weighted sum is the reward.
       workers: number of processes. 0 grades in this process, in order and without any limit: only for checkers that can
         neither hang nor crash.
       time_limit_s: wall-clock limit of one pair.
       others: further grade functions by name, for calls that ask for one (`grader`).
-      weights: of the functions in files; empty: 1 for each.
       output: file that gets what workers print, created if missing. None: this process's stderr.
 
     Attributes:
@@ -85,7 +83,6 @@ class VerifierPool:
         time_limit_s: float,
         others: Mapping[str, GradeFn | Made] | None = None,
         *,
-        weights: Sequence[float] = (),
         output: pathlib.Path | None = None,
     ):
         if workers < 0:
@@ -96,7 +93,7 @@ class VerifierPool:
             raise ValueError(f"workers is 0 and grade_fn {grade_fn!r}: it is run in workers only. Use at least 1.")
         self._graders: dict[str, Any] = {"": grade_fn, **(others or {})}
         self._time_limit_s = time_limit_s
-        entries = [_entry(each, weights) for each in (self._graders.values() if workers else ())]
+        entries = [_entry(each) for each in (self._graders.values() if workers else ())]
         references = ", ".join(reference for entry in entries for reference in entry["references"])
         self._program = Program(
             module="reinforce_ada_jax.rewards.worker",

@@ -387,7 +387,7 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
         return VerifierPool(grade_fn, 0, reward.time_limit_s, others)
     output = output_file(folder) if folder is not None and reward.path else None
     graded_by = reward.path or kinds[reward.kind]
-    return VerifierPool(graded_by, reward.workers, reward.time_limit_s, others, weights=reward.weights, output=output)
+    return VerifierPool(graded_by, reward.workers, reward.time_limit_s, others, output=output)
 
 
 def no_verifiers(config: Config) -> VerifierPool:

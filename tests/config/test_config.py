@@ -80,7 +80,8 @@ POSITIVE = """
         ("reward.path", "mine.py", "must have the form file.py:function"),
         ("reward.path", "mine:grade", "must have the form file.py:function"),
         ("reward.path", "mine.py:grade,yours", "must have the form file.py:function"),
-        ("reward.weights", (math.nan,), "must be finite numbers"),
+        *[("reward.path", f"mine.py:f,yours.py:g={each}", "=WEIGHT") for each in ("", "half", "nan", "0.5=0.5")],
+        ("judge.range", (0.0, math.nan), "must be finite numbers"),
         ("reward.completions", "messages", "must be one of auto, text, chat"),
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
         ("collection.group_size", 1, "at least 2: a group of one has no baseline"),
@@ -127,6 +128,11 @@ def test_each_setting_has_a_text_and_each_rule_a_setting():
     for key, field in config_lib.settings():
         text = field.metadata["text"]
         assert text.endswith("."), key
+
+
+def test_there_are_no_more_settings_than_a_reader_takes_in():
+    """A new setting takes the place of one that nobody changes."""
+    assert sum(1 for _ in config_lib.settings()) <= 125
 
 
 @pytest.mark.parametrize("cut", ["top_k", "top_p"])
@@ -498,7 +504,7 @@ def test_an_unknown_key_is_an_error():
     [
         ({"evaluation": {"benchmarks": "a.jsonl"}}, "benchmarks is 'a.jsonl', of the type str; its type must be tuple"),
         ({"evaluation": {"benchmarks": ("a.jsonl", 5)}}, r"benchmarks\[1\] is 5, .*its type must be str"),
-        ({"reward": {"weights": [1, "a"]}}, r"reward.weights\[1\] is 'a', .*its type must be float"),
+        ({"judge": {"range": [1, "a"]}}, r"judge.range\[1\] is 'a', .*its type must be float"),
         ({"seed": "3"}, "seed is '3', of the type str; its type must be int"),
         ({"seed": 3.0}, "seed is 3.0, of the type float; its type must be int"),
         ({"seed": None}, "seed is None"),
@@ -557,7 +563,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         elif isinstance(value, str):
             other = f"{value}x"
         elif isinstance(value, tuple):
-            other = (1.0,) if key in ("reward.weights", "judge.range") else ("x",)
+            other = (1.0,) if key == "judge.range" else ("x",)
         else:
             other = (value or 0) + 1
         assert len(resume.differences(changed(**{key: other}), saved)) == 1, key

@@ -120,11 +120,11 @@ def test_a_pool_adds_the_functions_of_several_files(tmp_path):
         "def length(response, answer):\n    print(response)\n    return len(response)\n"
     )
     path = ",".join(
-        [f"{FOLDER}/tunix_gsm8k.py:check_numbers", f"{FOLDER}/verl_custom.py:compute_score",
-         f"{FOLDER}/trl_async.py:async_reward_func", f"{tmp_path}/printing.py:length"]
+        [f"{FOLDER}/tunix_gsm8k.py:check_numbers", f"{FOLDER}/verl_custom.py:compute_score=0.5",
+         f"{FOLDER}/trl_async.py:async_reward_func=-0.25", f"{tmp_path}/printing.py:length=6.25e-2"]
     )  # fmt: skip
     output = tmp_path / "reward_output.log"
-    with VerifierPool(path, 1, 10.0, weights=(1.0, 0.5, -0.25, 0.0625), output=output) as pool:
+    with VerifierPool(path, 1, 10.0, output=output) as pool:
         right, wrong = pool.grade_all([("#### 72", "72", ROW), ("#### 71!", "72", ROW)])
     assert (right, wrong) == (Verdict(True, 1.0 + 0.5 - 0.25 + 7 / 16), Verdict(False, 0.5))
     names = ("check_numbers", "compute_score", "async_reward_func", "length")
@@ -136,17 +136,16 @@ def test_a_pool_adds_the_functions_of_several_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "weights", "message"),
+    ("path", "message"),
     [
-        ("own.py:grade,openai_grader.py:grade", (), "names two functions 'grade'"),
-        ("own.py:grade,trl_async.py:async_reward_func", (1.0,), "there are 1 weights for 2 functions"),
-        ("own.py:grade,absent.py:f", (), "there is no file .*absent.py"),
+        ("own.py:grade,openai_grader.py:grade=0.5", "names two functions 'grade'"),
+        ("own.py:grade,absent.py:f", "there is no file .*absent.py"),
     ],
 )
-def test_several_functions_are_checked_without_running_them(path, weights, message, monkeypatch):
+def test_several_functions_are_checked_without_running_them(path, message, monkeypatch):
     monkeypatch.chdir(FOLDER)
     with pytest.raises(ValueError, match=message):
-        VerifierPool(path, 1, 1.0, weights=weights)
+        VerifierPool(path, 1, 1.0)
 
 
 def test_the_hash_of_files_is_of_their_text(tmp_path):

@@ -194,9 +194,9 @@ def trained(capsys):
 def test_rewards_of_other_programs_train_and_are_part_of_the_run(trained, tmp_path):
     file, workdir = tmp_path / "theirs.py", tmp_path / "run"
     file.write_text(REWARDS)
-    both = {"path": f"{file}:correct,{file}:short", "reward.weights": (1.0, 0.25), "reward.positive_threshold": 0.9}
+    both = {"path": f"{file}:correct,{file}:short=0.25", "reward.positive_threshold": 0.9}
     out, err = trained(workdir, **both)
-    assert f"reward      {file}:correct,{file}:short gives " in out and "first response, to problem 'train-" in err
+    assert f"reward      {file}:correct,{file}:short=0.25 gives " in out and "first response, to problem 'train-" in err
     (metrics,) = writers.read_metrics(workdir)
     failed = metrics["collection/verifier_failures"] / metrics["collection/responses"]
     assert 0.0 < failed < 1.0 and f"not graded {failed:.1%}" in err and f"could not be graded ({failed:.1%})" in out
