@@ -147,10 +147,14 @@ def evaluate(
         rates = _initial_pass_rates(initial, benchmarks) if processes.is_writer() else {}
         output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
         fingerprint = source.fingerprint(iteration)
-        details = {"stop_ids": list(components.tokenizer.stop_ids), "iteration": iteration}
+        words = evaluator.streams(benchmarks, iteration)
         stores: dict[str, ResponseStore] = {}
         for name, prompts in benchmarks.items():
-            drawn = drawn_with(config, fingerprint, settings, settings.samples, prompts, **details)
+            # The word, because two commands may have drawn two benchmarks with equal ids and the same noise.
+            drawn = drawn_with(
+                config, fingerprint, settings, settings.samples, prompts,
+                stop_ids=list(components.tokenizer.stop_ids), iteration=iteration, stream=words[name],
+            )  # fmt: skip
             header = {"drawn": drawn, "graded": graded_by(config, graders.get(name, ""), prompts)}
             stores[name] = ResponseStore(of_process(output / f"{name}.jsonl"), header)
         missing = {
@@ -181,7 +185,7 @@ def evaluate(
         opened = writing(stores.values(), total, total - lacking, "problems")
         with compilation, opened as progress, verifier_pool as verifiers:
             ready(progress.phase)
-            rollouts, words = Rollouts(components.engine), evaluator.streams(benchmarks, iteration)
+            rollouts = Rollouts(components.engine)
             weights = rollouts.decode_weights(params)
             verify = evaluator.verify_fns(components, verifiers, config)
             for name, prompts in missing.items():

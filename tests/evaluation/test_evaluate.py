@@ -236,6 +236,29 @@ def test_what_else_is_refused(tmp_path, capsys):
     assert not output.exists()
 
 
+def test_benchmarks_with_equal_ids_are_averaged_only_if_their_noise_differs(tmp_path, capsys):
+    names = ("first.jsonl", "second.jsonl")
+    benchmarks = [cipher_file(tmp_path / name, 4) for name in names]
+
+    def stored(output):
+        return [(tmp_path / output / name).read_text() for name in names]
+
+    def both(output):
+        options = evaluate.Options(model=MODEL, benchmarks=benchmarks, samples=4, output=str(tmp_path / output))
+        evaluate.main(tiny(**ENGINE), options)
+
+    for benchmark in benchmarks:
+        run(benchmark, tmp_path / "apart", samples=4)
+    first, second = stored("apart")
+    assert first == second
+    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
+        both("apart")
+    error = capsys.readouterr().err
+    assert "second.jsonl holds responses that were drawn with other settings" in error and " stream: 1 -> " in error
+    both("together")
+    assert stored("together")[0] == first and stored("together")[1] != first
+
+
 def test_a_graders_entry_of_a_benchmark_that_is_not_evaluated_now_is_fine(tmp_path):
     config = tiny(**{"evaluation.graders": ("heldout=gsm8k", "words=cipher")})
     config = evaluate.with_flags(config, [str(tmp_path / "words.jsonl")], 3)
