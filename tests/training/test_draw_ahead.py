@@ -126,6 +126,15 @@ def test_more_iterations_go_on_as_if_they_had_been_planned(unbroken, tmp_path):
     assert_same_run(tmp_path / "run", unbroken)
 
 
+@pytest.mark.slow
+def test_with_adapters_beside_their_base_a_resumed_run_has_the_same_bits(tmp_path):
+    changes = {"lora.rank": 2, "model.compute_dtype": "bfloat16"}
+    train(tmp_path / "whole", **changes)
+    train(tmp_path / "run", iterations=2, **changes)
+    train(tmp_path / "run", **changes)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def test_an_evaluation_waits_for_the_engine(unbroken, tmp_path):
     # It draws with the same engine: nothing else may be drawn meanwhile, and nothing is lost.
     busy = []
