@@ -59,7 +59,7 @@ def check(folder: pathlib.Path, chat: Chat = CHAT) -> None:
         return
     asked = dataclasses.asdict(chat) | {"date": chat.date.isoformat()}
     arguments = [str(folder), json.dumps(asked), str(MEMORY_BYTES), str(PROCESSOR_S)]
-    trial = child.Child(*child.start("reinforce_ada_jax.data.tokenizer_trial", arguments, {}, os.devnull))
+    trial = child.start("reinforce_ada_jax.data.tokenizer_trial", arguments, os.devnull)
     try:
         message = trial.read(DEADLINE_S)
         problem = f"took more than {DEADLINE_S:g} s" if message is None else message.get("problem")

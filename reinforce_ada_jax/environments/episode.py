@@ -30,11 +30,7 @@ def _shown(value: Any) -> str:
 
 
 def messages_of(value: Any, method: str) -> list[Message]:
-    """Returns the messages that a method of an environment returned.
-
-    Raises:
-      Invalid: it is no list of messages, it is empty, or one of them is the assistant's.
-    """
+    """Returns the messages that a method of an environment returned; Invalid if it is no list of others' messages."""
     if isinstance(value, list | tuple) and value:
         found = [{"role": each["role"], "content": each["content"]} for each in value if _is_message(each)]
         if len(found) == len(value):
@@ -68,22 +64,14 @@ class Episode:
     """Environment of one trajectory, and the conversation so far."""
 
     def __init__(self, environment_class: type, problem: Mapping[str, Any], address: Sequence[int]):
-        """Makes the environment, with the generator of its address if it takes one, and resets it.
-
-        Raises:
-          Invalid: `reset` did not return messages.
-        """
+        """Makes the environment, with the generator of its address if it takes one, and resets it."""
         takes_rng = "rng" in inspect.signature(environment_class).parameters
         rng = {"rng": np.random.default_rng(list(address))} if takes_rng else {}
         self._environment: Any = environment_class(**rng)
         self.messages = messages_of(self._environment.reset(dict(problem)), "reset")
 
     def answer(self, text: str) -> list[Message] | float:
-        """Returns the answer to a turn of the model: the next messages, or the final reward.
-
-        Raises:
-          Invalid: `step` returned something else.
-        """
+        """Returns the answer to a turn of the model: the next messages, or the final reward."""
         self.messages.append({"role": "assistant", "content": text})
         tools = tools_of(self._environment)
         calls = parse_calls(text, tools)[1] if tools else []

@@ -16,11 +16,7 @@ VERIFIERS = "verifiers"
 
 
 def file_reference(reference: str) -> str:
-    """Returns the reference, a file with its absolute path. Files are parsed and packages are found; nothing is run.
-
-    Raises:
-      ValueError: the file is missing or not Python, or it defines no such name; or there is no such package.
-    """
+    """Returns the reference, a file with its absolute path. Files are parsed and packages are found; nothing is run."""
     path_name, _, name = reference.rpartition(":")
     if path_name == VERIFIERS:
         _package(name)
@@ -55,11 +51,7 @@ def file_hash(reference: str) -> str:
 
 
 def load(reference: str) -> type:
-    """Returns the class of a reference. For workers only.
-
-    Raises:
-      TypeError: it is no class with the methods `reset` and `step`, and no environment of verifiers.
-    """
+    """Returns the class of a reference, which has `reset` and `step`. For workers only."""
     found, settings = named(reference)
     if settings is not None:
         from reinforce_ada_jax.environments import verifiers_adapter  # noqa: PLC0415  (verifiers is optional)

@@ -6,23 +6,20 @@ request names a problem alone ("reset"), or an episode, whose environment the pr
 so far.
 """
 
+import atexit
 import contextlib
 import json
 import os
-import signal
-import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from reinforce_ada_jax.environments import loading
 from reinforce_ada_jax.environments.episode import Episode, Invalid, schemas_of
-from reinforce_ada_jax.isolation import child, messages, process_tree
+from reinforce_ada_jax.isolation import child, messages
 
-ADDRESS_SPACE_BYTES = 4 * 2**30
-# The parent kills at the time limit. If the parent is gone, the kernel kills this much later, as in rewards/worker.py.
-ORPHAN_GRACE_S = 5.0
-MAX_TEXT, MAX_LINE = 8_000, 500  # characters of a failure, and of one line that says why there is no environment
+MAX_LINE = 500  # characters of the line that says why there is no environment
 MAX_REPLY = messages.MAX_MESSAGE_BYTES - 1_000  # bytes of the messages of a reply
 
 
@@ -36,7 +33,7 @@ def _failure(error: BaseException) -> str:
     """Returns the exception in one line, and below it the frames of the user's file."""
     ours = os.path.dirname(__file__)
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
-    return "\n".join([_one_line(error), *traceback.format_list(frames)]).rstrip()[:MAX_TEXT]
+    return "\n".join([_one_line(error), *traceback.format_list(frames)]).rstrip()[: child.MAX_TEXT]
 
 
 class Worker:
@@ -47,7 +44,7 @@ class Worker:
         self._episodes: dict[str, Episode] = {}
         self._file, self._output = "", os.dup(2)
 
-    def open_outputs(self, file: str) -> None:
+    def _open_outputs(self, file: str) -> None:
         """Directs stdout and stderr to a file ("": as before), also where an episode has closed them."""
         if file != self._file:
             with contextlib.suppress(OSError):  # the disk is full, say
@@ -61,6 +58,7 @@ class Worker:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to a request; "failure" where the environment failed."""
+        self._open_outputs(request["output"])
         for key in request["over"]:
             self._episodes.pop(key, None)
         try:
@@ -97,37 +95,19 @@ class Worker:
         return episode.answer(newest[0])
 
 
-def _serve(connection: socket.socket, reference: str, timeout_s: float) -> None:
-    try:
-        environment_class = loading.load(reference)
-        tools = schemas_of(environment_class)
-    except BaseException as error:
-        trace = traceback.format_exc()[-MAX_TEXT:]
-        connection.sendall(messages.to_line({"error": _one_line(error)[:MAX_LINE], "trace": trace}))
-        return
-    connection.sendall(messages.to_line({"ready": True, "tools": tools}))
-    worker = Worker(environment_class)
-    with connection.makefile("rb") as requests:
-        for line in requests:
-            request = json.loads(line)
-            signal.setitimer(signal.ITIMER_REAL, timeout_s * (1 + len(request["turns"])) + ORPHAN_GRACE_S)
-            worker.open_outputs(request["output"])
-            answer = worker.answer(request)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            connection.sendall(messages.to_line({"request": request["request"], **answer}))
-    if hasattr(environment_class, "shut_down"):  # one that shares something between its episodes
-        environment_class.shut_down()
-
-
 def main() -> None:
     descriptor, timeout_s, reference = sys.argv[1:]
-    process_tree.supervise(int(descriptor))
-    child.confine(ADDRESS_SPACE_BYTES)
-    with socket.socket(fileno=int(descriptor)) as connection:
-        try:
-            _serve(connection, reference, float(timeout_s))
-        except ConnectionError:
-            pass  # the parent died
+
+    def load() -> tuple[dict[str, Any], child.Answer]:
+        environment_class: Any = loading.load(reference)
+        if hasattr(environment_class, "shut_down"):  # one that shares something between its episodes
+            atexit.register(environment_class.shut_down)
+        return {"tools": schemas_of(environment_class)}, Worker(environment_class).answer
+
+    def limit_s(request: Mapping[str, Any]) -> float:
+        return float(timeout_s) * (1 + len(request["turns"]))
+
+    child.serve(int(descriptor), load, limit_s, lambda error: _one_line(error)[:MAX_LINE])
 
 
 if __name__ == "__main__":

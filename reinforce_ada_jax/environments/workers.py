@@ -25,40 +25,25 @@ from reinforce_ada_jax.isolation.workers import MAX_TRIES, CannotStart, Lost, Pr
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """Answer of an environment to a turn of the model: one of the three.
-
-    Attributes:
-      messages: the next messages.
-      reward: the final reward.
-      failure: "timeout", "crash" or "error" where the environment failed.
-    """
+    """Answer of an environment to a turn of the model: one of the three."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
-    failure: str = ""
+    failure: str = ""  # "timeout", "crash" or "error" where the environment failed
 
 
 @dataclasses.dataclass(eq=False)
 class Episode:
-    """One trajectory's environment, as the pool sees it.
+    """One trajectory's environment, as the pool sees it."""
 
-    Attributes:
-      key: its name in the pool.
-      problem: what `reset` gets, as JSON.
-      address: of its randomness.
-      first: what `reset` must return.
-      turns: the model's texts so far, each with the messages that answered it; None: unanswered.
-      worker: that answers its turns; None before the first one.
-      process: of the worker, if it has the environment as it is after the answered turns.
-    """
-
-    key: str
-    problem: Mapping[str, Any]
-    address: Sequence[int]
-    first: Sequence[Message]
+    key: str  # its name in the pool
+    problem: Mapping[str, Any]  # what `reset` gets, as JSON
+    address: Sequence[int]  # of its randomness
+    first: Sequence[Message]  # what `reset` must return
+    # The model's texts so far, each with the messages that answered it; None: unanswered.
     turns: list[tuple[str, tuple[Message, ...] | None]] = dataclasses.field(default_factory=list)
-    worker: Worker | None = None
-    process: Child | None = None
+    worker: Worker | None = None  # answers its turns; None before the first one
+    process: Child | None = None  # of the worker, if it has the environment as it is after the answered turns
 
 
 def _read(message: Mapping[str, Any]) -> Reply | str:
@@ -83,31 +68,20 @@ class EnvironmentPool:
         with contextlib.closing(EnvironmentPool("game.py:Game", workers=2, timeout_s=10.0)) as pool:
             first = pool.reset({"answer": "7"}).result().messages
 
-    Args:
-      reference: "file.py:Class".
-      workers: number of processes.
-      timeout_s: wall-clock limit of a step.
-      output: file that gets what environments print; None: this process's stderr.
-
-    Attributes:
-      tools: descriptions of the tools that a class has, after `check`.
-      failure: the first failure of an environment since it was last emptied.
-      program: of the processes; its output may be changed between requests.
+    `reference` is "file.py:Class", `workers` the number of processes, `timeout_s` the wall-clock limit of a step. The
+    file `output` gets what environments print; None: this process's stderr.
     """
 
     def __init__(self, reference: str, workers: int, timeout_s: float, output: pathlib.Path | None = None):
         self._timeout_s = timeout_s
-        self.tools: tuple[dict[str, Any], ...] = ()
-        self.failure = ""
-        self.program = Program(
+        self.tools: tuple[dict[str, Any], ...] = ()  # descriptions of those that the class has, after `check`
+        self.failure = ""  # the first one of an environment since this was last emptied
+        self.program = Program(  # its output may be changed between requests
             module="reinforce_ada_jax.environments.worker",
             arguments=[str(timeout_s), reference],
-            variables={},
             names="environment processes",
             loads=repr(reference),
             refusal=f"environment.path is {reference!r}",
-            limit="reward.time_limit_s",
-            number="reward.workers",
             output=output,
         )
         self._lock, self._keys = threading.Lock(), itertools.count()
@@ -118,11 +92,7 @@ class EnvironmentPool:
         self.close = weakref.finalize(self, workers_lib.stop, self._workers)
 
     def check(self) -> None:
-        """Starts one worker, which reads the class.
-
-        Raises:
-          ValueError: the class can't be loaded, or is no environment; one line says why.
-        """
+        """Starts one worker, which reads the class; one line of a ValueError says why it is no environment."""
         worker = self._workers[0]
         try:
             worker.thread.submit(worker.start).result()

@@ -43,12 +43,7 @@ def by_name(sources: Sequence[str]) -> dict[str, str]:
 
 
 def load_benchmarks(components: Components, config: Config, report: Callable[[str], None] | None = None) -> Benchmarks:
-    """Returns the tokenised prompts of the configured benchmarks by name; `report` gets a line on each.
-
-    Raises:
-      ValueError: two have the same name, `evaluation.graders` names a benchmark that is not configured, or a file
-        cannot be read.
-    """
+    """Returns the tokenised prompts of the configured benchmarks by name; `report` gets a line on each."""
     components_lib.check_graders(config, config.evaluation.benchmarks)
     sources = by_name(config.evaluation.benchmarks)
     return {name: components.prompts(source, config, report) for name, source in sources.items()}
@@ -119,9 +114,7 @@ class Evaluator:
     def __call__(self, run: Run, state: RunState) -> Metrics:
         """Returns `evaluation/BENCHMARK/...` of a run's policy, and writes evaluations/<iteration>.json.
 
-        Raises:
-          Interrupted: the run was asked to end.
-          TrainingStopped: no response could be graded.
+        Raises Interrupted if the run was asked to end, TrainingStopped if no response could be graded.
         """
         assert run.rollouts is not None
         config, components, iteration = run.config, run.components, state.iteration

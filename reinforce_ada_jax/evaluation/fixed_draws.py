@@ -47,21 +47,16 @@ def draw(
     decode: Callable[[np.ndarray], str] = str,
     on_progress: Callable[[int, int], None],
 ) -> GradedResponses:
-    """Returns `samples` graded responses of every prompt, in the order of the prompts.
+    """Returns `samples` graded responses of every prompt, in the order of the prompts, which have distinct ids.
 
     Args:
-      prompts: with distinct ids.
       collect_fn: `collect` with its sampler; called once per chunk of prompts.
-      verify_fn: as for `collect`.
-      samples: responses per prompt.
       slots: responses that are decoded at the same time, by all processes.
       store: opened for writing; gets each response of this process as soon as it is graded; in process 0, those of
         the others at the end of a chunk.
       decode: tokens to the text that is stored.
-      on_progress: called with (prompts done, responses drawn) so far; of the newest chunk, those of this process.
-
-    Raises:
-      Interrupted: in every process, if `on_progress` raised it in any.
+      on_progress: called with (prompts done, responses drawn) so far; of the newest chunk, those of this process. If
+        it raises Interrupted in a process, all raise it.
     """
     drawn: GradedResponses = {}
     pending: collections.deque[tuple[Pairs, list[Verdict] | Future[list[Verdict]]]] = collections.deque()
@@ -113,15 +108,9 @@ def fill(
     saved: str,
     name: str = "",
 ) -> None:
-    """Draws the prompts that a store lacks; a signal to any process ends all.
+    """Draws the prompts that an open store lacks with `draw`; a signal to any process ends all.
 
-    Args:
-      store: opened for writing.
-      prompts: that lack responses.
-      draw_fn: `draw`, of whose arguments these remain.
-      progress: counts the prompts.
-      saved: says where the responses are after a signal.
-      name: precedes the number of responses in the progress line.
+    `saved` says where the responses are after a signal; `name` precedes their number in the progress line.
     """
     done = progress.done
     with Interrupt() as interrupt:

@@ -69,18 +69,12 @@ ON_HARD_PROMPTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The paper's run that a run may be compared with.
+    """The paper's run that a run may be compared with."""
 
-    Attributes:
-      name: `EASY` or `HARD`.
-      averages: of the paper's run, in [0, 1], by the names in `PROBLEMS`; empty where there is none, or a setting
-        differs.
-      differences: settings of the run that differ from those of the paper's run of the same model and strategy.
-    """
-
-    name: str = ""
+    name: str = ""  # `EASY` or `HARD`
+    # In [0, 1], by the names in `PROBLEMS`; empty where there is none, or a setting differs.
     averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    differences: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()  # from the settings of the paper's run of the same model and strategy
 
 
 # Values of the settings that decide what is climbed, by strategy; each may also be left to its default.
@@ -121,11 +115,7 @@ def _value(config: Config, key: str) -> object:
 
 
 def differences(config: Config, model: str) -> tuple[str, ...]:
-    """Returns the settings in which a run of a model differs from the paper's run of the same strategy.
-
-    Compared are the strategy's own settings, objective, correction, estimator, prompts, the grader of training, and
-    whether all weights are trained.
-    """
+    """Returns the settings in which a run of a model differs from the paper's run of the same strategy."""
     expected = _ALL | _BY_STRATEGY[config.collection.strategy] | {"data.prompts": tuple(PROMPT_SETS[model])}
     found = {key: _value(config, key) for key in expected}
     found["data.prompts"] = config.data.prompts.removesuffix(":train")

@@ -148,10 +148,8 @@ def verify_references(
 ) -> list[tuple[str, Verdict]]:
     r"""Grades each reference answer against itself, in a box (`\boxed{72}`) or, if that fails, as it is (`72`).
 
-    Verifiers differ in which of the two they read; a reference that fails both ways can never be matched.
-
-    Returns:
-      (graded text, verdict) of each prompt.
+    Verifiers differ in which of the two they read; a reference that fails both ways can never be matched. Returns the
+    graded text and the verdict of each prompt.
     """
 
     def grade(texts: Sequence[str], prompts: Sequence[Prompt]) -> list[tuple[str, Verdict]]:

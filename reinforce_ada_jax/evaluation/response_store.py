@@ -70,7 +70,13 @@ def drawn_with(
 
     `fingerprint` is of the weights, `settings` the section with temperature, top_k, top_p and the length limit.
     """
-    keys = ("temperature", "top_k", "top_p", "max_response_tokens")
+    keys, environment = ("temperature", "top_k", "top_p", "max_response_tokens"), config.environment
+    trajectories = {
+        "environment": environment.path,
+        "environment_file": file_hash(config) if environment.path else "",
+        "max_turns": environment.max_turns,
+        "max_turn_tokens": environment.max_turn_tokens,
+    }
     return {
         "model": fingerprint,
         "compute_dtype": config.model.compute_dtype,
@@ -79,22 +85,9 @@ def drawn_with(
         "samples": samples,
         **{key: getattr(settings, key) for key in keys},
         **details,
-        **_environment(config),
+        **(trajectories if environment.path else {}),
         **{key: getattr(config.data, key) for key in ("template", "system", "instruction")},
         "problems": hash_of_problems(prompts),
-    }
-
-
-def _environment(config: Config) -> dict[str, Any]:
-    """Returns what the turns of trajectories, and their rewards, depend on; nothing where a response is one turn."""
-    environment = config.environment
-    if not environment.path:
-        return {}
-    return {
-        "environment": environment.path,
-        "environment_file": file_hash(config),
-        "max_turns": environment.max_turns,
-        "max_turn_tokens": environment.max_turn_tokens,
     }
 
 
@@ -149,14 +142,9 @@ def read_header(file: pathlib.Path) -> Header:
     return json.loads(header.read_text("utf-8"))
 
 
-def _from_row(row: Mapping[str, Any]) -> GradedResponse:
+def _parsed(row: Any) -> tuple[dict[str, Any], GradedResponse]:
     verdict = Verdict(row["correct"], float(row["reward"]), str(row["reason"]))
-    return GradedResponse(int(row["tokens"]), row["truncated"], verdict)
-
-
-def _checked_row(row: Any) -> dict[str, Any]:
-    _from_row(row)
-    return row
+    return row, GradedResponse(int(row["tokens"]), row["truncated"], verdict)
 
 
 def _line(prompt_id: str, draw: int, text: str, graded: GradedResponse) -> str:
@@ -181,13 +169,8 @@ def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 class ResponseStore:
     """Graded responses of one set of prompts, in one file. Enter it to add responses; nothing is written before.
 
-    Args:
-      file: NAME.jsonl.
-      header: {"drawn": ..., "graded": ...} of the responses that will be added.
-      regrade: the stored verdicts may be of another grader, because `regrade` will be called.
-
-    Raises:
-      ValueError: the stored responses were drawn or graded differently, or a line cannot be read.
+    `header` is {"drawn": ..., "graded": ...} of the responses that will be added. Stored ones that were drawn or graded
+    differently are a ValueError; with `regrade` the verdicts may be of another grader.
     """
 
     def __init__(self, file: pathlib.Path, header: Header, *, regrade: bool = False):
@@ -220,15 +203,15 @@ class ResponseStore:
                 "(evaluate has --regrade), continue with the stored values, or remove the file to draw again."
             )
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _rows(self) -> Iterator[tuple[dict[str, Any], GradedResponse]]:
         remedy = "Remove the line (the response is drawn again), or the file."
-        return read_records(self.file, _checked_row, "a stored response", remedy)
+        return read_records(self.file, _parsed, "a stored response", remedy)
 
     def _read(self) -> None:
         self._by_draw.clear()
         self._seen_bytes = self._size()
-        for row in self._rows():
-            self._by_draw[row["prompt"]].setdefault(row["draw"], _from_row(row))
+        for row, graded in self._rows():
+            self._by_draw[row["prompt"]].setdefault(row["draw"], graded)
 
     def _draws(self, prompt_id: str) -> Mapping[int, GradedResponse]:
         """Returns the responses of a prompt by draw, with those that only parts hold."""
@@ -260,9 +243,9 @@ class ResponseStore:
 
     def _take_over(self, part: "ResponseStore") -> None:
         """Adds the responses of a part, and removes the part if no process of this run has it."""
-        for row in part._rows():
+        for row, graded in part._rows():
             if row["draw"] not in self._by_draw[row["prompt"]]:
-                self._by_draw[row["prompt"]][row["draw"]] = _from_row(row)
+                self._by_draw[row["prompt"]][row["draw"]] = graded
                 self._stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
         self._stream.flush()
         owner = part.file.stem.rpartition(PART)[2]
@@ -270,7 +253,6 @@ class ResponseStore:
             part.remove()
 
     def remove(self) -> None:
-        """Removes the files."""
         for file in (self.file, self._header_file):
             file.unlink(missing_ok=True)
 
@@ -331,7 +313,7 @@ class ResponseStore:
         done = 0
         with partial.open("w", encoding="utf-8") as stream:
             stored = self._rows()
-            while rows := list(itertools.islice(stored, REGRADED_AT_ONCE)):
+            while rows := [row for row, _ in itertools.islice(stored, REGRADED_AT_ONCE)]:
                 pairs = [(row["prompt"], row["response"]) for row in rows]
                 for row, verdict in zip(rows, grade(pairs, [row["tokens"] for row in rows]), strict=True):
                     graded = GradedResponse(row["tokens"], row["truncated"], verdict)
@@ -345,11 +327,7 @@ class ResponseStore:
 
 
 def pass_rates(file: pathlib.Path, prompts: Iterable[Prompt]) -> dict[str, float]:
-    """Returns the share of correct responses by prompt id, from the store of an earlier evaluation of the prompts.
-
-    Raises:
-      ValueError: there is no such store, or it is of other problems, or not finished.
-    """
+    """Returns the share of correct responses by prompt id, from the store of an earlier evaluation of the prompts."""
     prompts = list(prompts)
     if not file.with_suffix(HEADER).exists():
         raise ValueError(f"there are no stored responses {file}: --initial names the folder of an earlier evaluation.")

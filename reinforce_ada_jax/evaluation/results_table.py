@@ -66,15 +66,8 @@ def table(
 ) -> str:
     """Returns the tables of an evaluation: scores by benchmark, curves over k, by initial difficulty, by label.
 
-    Args:
-      results: `statistics` by benchmark.
-      samples: responses a problem, k of avg@k.
-      temperature: of the evaluation.
-      max_response_tokens: of the evaluation.
-      labelled: `by_label` of each benchmark.
-      difficulties: `by_difficulty` of each benchmark; no table where it is empty.
-      paper: the paper's run to compare with.
-      graders: kind of reward, by benchmark; the paper's results are shown only where it is the paper's.
+    `results`, `labelled` and `difficulties` are `statistics`, `by_label` and `by_difficulty` of each benchmark,
+    `graders` the kind of its reward: results of the paper's run are shown only where it is the paper's.
     """
     notes: dict[str, None] = {}
     columns = {name: paper_results.column(name) for name in results if paper.averages}
@@ -130,15 +123,10 @@ def _curves(results: Mapping[str, Statistics], samples: int) -> str:
 
 def _by_difficulty(name: str, found: Sequence[Difficulty], samples: int) -> str:
     lines = [
-        [
-            each.range.replace("_", " to "),
-            f"{each.problems:,}",
-            f"{each.initial:.3f}",
-            f"{each.average:.3f} ± {each.error:.3f}",
-            f"{each.average - each.initial:+.3f}",
-        ]
+        [each.range.replace("_", " to "), f"{each.problems:,}", f"{each.initial:.3f}",
+         f"{each.average:.3f} ± {each.error:.3f}", f"{each.average - each.initial:+.3f}"]
         for each in found
-    ]
+    ]  # fmt: skip
     return markdown([f"{name}, initial pass rate", "problems", "initial", f"avg@{samples}", "change"], lines)
 
 
@@ -149,19 +137,16 @@ def _by_label(name: str, label: str, values: Mapping[str, tuple[int, float]]) ->
 
 def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tuple[dict[str, Statistics], str]:
     """Returns (statistics by benchmark, the tables); `workdir` is the evaluated run's, None for a model folder."""
-    difficulties = {
-        name: by_difficulty(evaluation.initial[name], drawn) for name, drawn in evaluation.responses.items()
-    }
+    responses, drawn_with = evaluation.responses, evaluation.drawn
+    difficulties = {name: by_difficulty(evaluation.initial[name], drawn) for name, drawn in responses.items()}
     results = {
         name: statistics(drawn.values()) | difficulty_statistics(difficulties[name])
-        for name, drawn in evaluation.responses.items()
+        for name, drawn in responses.items()
     }
     return results, table(
         results,
-        samples=evaluation.drawn["samples"],
-        temperature=evaluation.drawn["temperature"],
-        max_response_tokens=evaluation.drawn["max_response_tokens"],
-        labelled={name: by_label(evaluation.labels[name], drawn) for name, drawn in evaluation.responses.items()},
+        **{key: drawn_with[key] for key in ("samples", "temperature", "max_response_tokens")},
+        labelled={name: by_label(evaluation.labels[name], drawn) for name, drawn in responses.items()},
         difficulties=difficulties,
         paper=paper_results.comparison_of_run(workdir),
         graders=evaluation.graders,

@@ -54,9 +54,6 @@ def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> Statistics:
     """Computes avg@n, its standard error over problems, pass@k and all-correct@k for k = 1, 2, 4, ..., n, and shares.
 
     The shares are of responses that are truncated, have no answer, or were not graded because the verifier failed.
-
-    Args:
-      by_problem: n responses of each problem.
     """
     num_correct = np.array([sum(response.verdict.correct for response in draws) for draws in by_problem])
     everything = [response for draws in by_problem for response in draws]
@@ -64,10 +61,9 @@ def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> Statistics:
     shares = num_correct / samples
     error = _standard_error(shares)
     result: Statistics = {"problems": len(shares), "avg": float(shares.mean()), "avg_standard_error": error}
-    for k in sizes(samples):
-        result[f"pass_at_{k}"] = float(np.mean([pass_at_k(int(c), samples, k) for c in num_correct]))
-    for k in sizes(samples):
-        result[f"all_correct_at_{k}"] = float(np.mean([all_correct_at_k(int(c), samples, k) for c in num_correct]))
+    for name, probability in (("pass", pass_at_k), ("all_correct", all_correct_at_k)):
+        for k in sizes(samples):
+            result[f"{name}_at_{k}"] = float(np.mean([probability(int(c), samples, k) for c in num_correct]))
     reasons = [response.verdict.reason for response in everything]
     return result | {
         "truncated_share": float(np.mean([response.truncated for response in everything])),
@@ -86,10 +82,7 @@ def by_difficulty(initial: Mapping[str, float], drawn: GradedResponses) -> list[
 
     Initial pass rates that were estimated from few samples bias `average - initial`: problems with 0 of 16 right are
     harder in the sample than they are. Runs that are compared with the same initial pass rates share this bias.
-
-    Args:
-      initial: pass rates in [0, 1] by problem id; problems without one are left out.
-      drawn: responses by id.
+    `initial` has pass rates in [0, 1] by problem id; problems without one are left out.
     """
     names = [name for name in drawn if name in initial]
     rates = np.array([initial[name] for name in names])
@@ -112,12 +105,7 @@ def difficulty_statistics(found: Sequence[Difficulty]) -> Statistics:
 
 
 def by_label(labels: Mapping[str, Mapping[str, str]], drawn: GradedResponses) -> Labelled:
-    """Returns {label: {value: (problems, avg)}}, values in alphabetical order.
-
-    Args:
-      labels: of each problem, by id.
-      drawn: responses by id.
-    """
+    """Returns {label: {value: (problems, avg)}}, values in alphabetical order."""
     found: dict[str, dict[str, list[float]]] = {}
     for name, draws in drawn.items():
         share = float(np.mean([response.verdict.correct for response in draws]))

@@ -52,11 +52,9 @@ class PolicySource:
     folder: pathlib.Path  # the model folder; of a run, its `model.path`
 
     def newest_iteration(self, config: Config) -> int:
-        """Iteration of the newest checkpoint; 0 for a model folder."""
         return 0 if self.workdir is None else trained.newest_iteration(self.workdir, config)
 
     def fingerprint(self, iteration: int) -> str:
-        """Hash that identifies the weights."""
         if self.workdir is None:
             return adapter_files.fingerprint(self.folder)
         return fingerprints.recorded(self.workdir, iteration)

@@ -52,12 +52,7 @@ def named(text: str) -> Named:
 
 
 def check(name: str, path: object) -> None:
-    """Raises ValueError if a bucket can't be used: the extra is missing, or the URL names none.
-
-    Args:
-      name: the flag or the setting, for the message.
-      path: the URL.
-    """
+    """Raises ValueError if a bucket can't be used: the extra is missing, or the URL names none. `name`: of the flag."""
     if not _BUCKET.sub("", str(path)).partition("/")[0]:
         raise ValueError(f"{name} is {str(path)!r}, which names no bucket: gs://BUCKET/NAME.")
     if importlib.util.find_spec("gcsfs") is None:
@@ -151,10 +146,8 @@ def cache_folder(name: str) -> pathlib.Path:
 def objects(folder: str) -> dict[str, Mapping[str, Any]]:
     """Returns the objects of a folder, or the one object itself, with what the bucket says of each.
 
-    The keys are names relative to the folder; "" for the object that `folder` itself names.
-
-    Raises:
-      BucketError: the bucket can't be read, or a copy of an object would not lie in the copy of the folder.
+    The keys are names relative to the folder; "" for the object that `folder` itself names. A name that would not lie
+    in the copy of the folder is a BucketError.
     """
     with reachable(folder):
         begin = folder.removeprefix("gs://").rstrip("/")
@@ -167,12 +160,7 @@ def objects(folder: str) -> dict[str, Mapping[str, Any]]:
 
 
 def fetch(source: str) -> pathlib.Path:
-    """Returns a copy of an object or a folder on this machine; another version of it gets another copy.
-
-    Raises:
-      ValueError: there is no such object.
-      BucketError: the bucket can't be read.
-    """
+    """Returns a copy of an object or a folder on this machine; another version of it gets another copy."""
     source = url(source)
     found = objects(source)
     if not found:
@@ -196,13 +184,7 @@ def local(source: str) -> pathlib.Path:
 
 
 def download(source: str, names: list[str], target: pathlib.Path) -> None:
-    """Copies objects of a folder to this machine.
-
-    Args:
-      source: the folder, or the object.
-      names: keys of `objects`.
-      target: folder or file on this machine.
-    """
+    """Copies objects of a folder, or the object `source` itself, to this machine; `names` are keys of `objects`."""
     files = [target / name if name else target for name in names]
     for folder in {file.parent for file in files}:
         folder.mkdir(parents=True, exist_ok=True)
@@ -223,11 +205,7 @@ def upload(files: Mapping[pathlib.Path, str]) -> None:
 def output(target: Named, *, new: bool = False) -> Iterator[pathlib.Path]:
     """Gives the path to write a file or a folder to, and uploads it at the end if `target` is in a bucket.
 
-    After an error nothing is uploaded.
-
-    Raises:
-      ValueError: the object, or the folder in the bucket, is there already.
-      BucketError: the bucket can't be read or written.
+    After an error nothing is uploaded. A `new` target may not be there already.
     """
     if not is_bucket(target):
         yield pathlib.Path(target)

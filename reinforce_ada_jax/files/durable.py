@@ -60,14 +60,7 @@ def finished_lines(file: pathlib.Path) -> Iterator[bytes]:
 def read_records(file: pathlib.Path, parse: Callable[[Any], T], kind: str, remedy: str) -> Iterator[T]:
     """Yields `parse` of the JSON value of each finished line; nothing if there is no file.
 
-    Args:
-      file: JSON Lines.
-      parse: makes a record of a line's value.
-      kind: what a line holds, for the error.
-      remedy: what to do about a line that holds something else.
-
-    Raises:
-      ValueError: a finished line is not JSON, or `parse` rejected it.
+    A line that is not JSON, or that `parse` rejects, is a ValueError: it is not `kind`, and `remedy` says what to do.
     """
     for number, line in enumerate(finished_lines(file), start=1):
         try:

@@ -30,19 +30,12 @@ _TEXT, _ARRAY = 8, 9
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Place of one tensor.
+    """Place of one tensor."""
 
-    Attributes:
-      shape: outermost axis first, as in numpy; the file has the reverse.
-      type: number of its type, a key of `BLOCKS`.
-      begin: first byte in the file.
-      size: bytes.
-    """
-
-    shape: tuple[int, ...]
-    type: int
-    begin: int
-    size: int
+    shape: tuple[int, ...]  # outermost axis first, as in numpy; the file has the reverse
+    type: int  # a key of `BLOCKS`
+    begin: int  # first byte in the file
+    size: int  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +145,7 @@ def _parsed(content: mmap.mmap) -> Header:
 
 
 def read(file: pathlib.Path) -> Header:
-    """Returns the header of a GGUF file.
-
-    Raises:
-      ValueError: there is no such file, it is damaged, or it has what no model has; one line says what.
-    """
+    """Returns the header of a GGUF file; a ValueError says what is wrong with one that no model has."""
     if not model_files.is_present(file, None):
         raise ValueError(f"{file} is missing: name a GGUF file or a Hugging Face folder.")
     try:
@@ -169,11 +158,7 @@ def read(file: pathlib.Path) -> Header:
 
 
 def find(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the GGUF file that `path` names: itself, or the only one in a folder without config.json; else None.
-
-    Raises:
-      ValueError: the folder has several.
-    """
+    """Returns the GGUF file that `path` names: itself, or the only one in a folder without config.json; else None."""
     if path.suffix == SUFFIX and not path.is_dir():
         return path
     if not path.is_dir() or (path / "config.json").exists():

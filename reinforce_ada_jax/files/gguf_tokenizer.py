@@ -125,11 +125,7 @@ def _tokenizer_json(metadata: _Metadata) -> dict[str, Any]:
 
 
 def files(file: pathlib.Path) -> dict[str, str]:
-    """Returns the texts of tokenizer.json, tokenizer_config.json, generation_config.json and the chat template.
-
-    Raises:
-      ValueError: the file is damaged, or has a tokenizer of another kind.
-    """
+    """Returns the texts of tokenizer.json, tokenizer_config.json, generation_config.json and the chat template."""
     header = gguf.read(file)
     try:
         metadata = _Metadata(header.metadata)

@@ -50,13 +50,7 @@ class Lease:
     """The object of a lease, and, while it is held, a thread that renews it."""
 
     def __init__(self, url: str, *, renew_s: float = RENEW_S, stale_s: float = STALE_S):
-        """Opens the bucket.
-
-        Args:
-          url: of the object.
-          renew_s: time between two renewals.
-          stale_s: an object that is unchanged for this long has no holder any more.
-        """
+        """Opens the bucket of an object that has no holder any more if it is unchanged for `stale_s`."""
         import tensorstore  # noqa: PLC0415
 
         folder, self._name = buckets.url(url).rsplit("/", 1)

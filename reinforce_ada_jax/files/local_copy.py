@@ -41,25 +41,10 @@ def _freeze(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 class LocalCopy:
-    """Files of a folder in a bucket, and a thread that uploads those that change.
-
-    Attributes:
-      folder: on this machine.
-      url: of the folder in the bucket.
-      may_upload: called before each upload; raises BucketError if another process owns the folder.
-    """
+    """Files of a folder in a bucket, and a thread that uploads those that change."""
 
     def __init__(self, url: str, *, wanted: Callable[[str], bool] = _is_wanted, every_s: float = UPLOAD_S):
-        """Downloads the files.
-
-        Args:
-          url: of the folder; it need not exist.
-          wanted: says of the name of a file, relative to the folder, whether it is downloaded.
-          every_s: time between two uploads.
-
-        Raises:
-          BucketError: the bucket can't be read.
-        """
+        """Downloads the files whose names, relative to the folder, are `wanted`; the folder need not exist."""
         self.url = buckets.url(url)
         self._home = tempfile.TemporaryDirectory(prefix="reinforce_ada_jax-", ignore_cleanup_errors=True)
         self.folder = pathlib.Path(self._home.name) / self.url.rpartition("/")[2]
@@ -74,6 +59,7 @@ class LocalCopy:
         self._uploaded = self._states()
         self._lock, self._end = threading.Lock(), threading.Event()
         self._every_s = every_s
+        # Called before each upload; raises BucketError if another process owns the folder.
         self.may_upload: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._upload_while_open, name="upload", daemon=True)
         self._thread.start()
@@ -90,11 +76,7 @@ class LocalCopy:
         return states
 
     def upload(self) -> None:
-        """Brings the bucket up to date: it has every change made before this call.
-
-        Raises:
-          BucketError: the bucket can't be written.
-        """
+        """Brings the bucket up to date: it has every change made before this call."""
         with self._lock:
             self.may_upload()
             states = self._states()
@@ -123,11 +105,7 @@ class LocalCopy:
             pause = max(self._every_s, (time.monotonic() - begin) / SHARE)
 
     def close(self) -> None:
-        """Uploads the last changes and removes the folder; a second call does nothing.
-
-        Raises:
-          BucketError: the bucket can't be written; the folder is kept.
-        """
+        """Uploads the last changes and removes the folder, which an error keeps; a second call does nothing."""
         if self._end.is_set():
             return
         self._end.set()
@@ -147,14 +125,8 @@ def opened(
 ) -> Iterator[tuple[pathlib.Path, LocalCopy | None]]:
     """Gives (folder of this machine, its copy); a folder that is on this machine already has none.
 
-    Args:
-      folder: a folder, or the URL of one in a bucket.
-      name: the flag, for messages.
-      wanted: as LocalCopy has it.
-
-    Raises:
-      ValueError: the bucket can't be read.
-      BucketError: at the end, it can't be written.
+    `name` is the flag, for messages. A bucket that can't be read is a ValueError, one that can't be written at the end
+    a BucketError.
     """
     if not buckets.is_bucket(folder):
         yield pathlib.Path(folder), None

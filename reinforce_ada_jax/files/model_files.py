@@ -23,11 +23,7 @@ def _homes(folder: pathlib.Path) -> tuple[pathlib.Path, ...]:
 
 
 def is_present(file: pathlib.Path, max_bytes: int | None = MAX_BYTES) -> bool:
-    """Returns True if a file is there and may be opened, False if there is none.
-
-    Args:
-      file: directly in its model folder.
-      max_bytes: most bytes; None: any number.
+    """Returns True if a file is there, directly in its model folder, and may be opened; False if there is none.
 
     Raises:
       ValueError: it is no regular file, a link to a file elsewhere, or too large.
@@ -66,11 +62,7 @@ def read_text(file: pathlib.Path, max_bytes: int = MAX_BYTES) -> str | None:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, None if there is none.
-
-    Raises:
-      ValueError: its content is not one JSON object or too deeply nested, or as `is_present` raises.
-    """
+    """Returns the object in a JSON file, None if there is none; raises ValueError for any other content."""
     text = read_text(file, MAX_JSON_BYTES)
     if text is None:
         return None

@@ -1,7 +1,7 @@
-"""Child process with one socket to its parent, from its start to its end, and the limits that it sets itself."""
+"""Child process with one socket to its parent: its start and end, its limits, and the loop that answers requests."""
 
 import contextlib
-import dataclasses
+import json
 import os
 import resource
 import select
@@ -10,13 +10,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from reinforce_ada_jax.isolation import messages, process_tree
 
 # Time for a child whose socket is closed to end by itself, so that its exit code tells why.
 END_LIMIT_S = 1.0
+# Ordinary gradings stay below 0.2 GiB of memory; an unlimited factorial takes all there is.
+ADDRESS_SPACE_BYTES = 4 * 2**30
+# The parent kills at the time limit. If the parent is gone, the kernel kills this much later: the default action of
+# SIGALRM needs no interpreter, so it also ends C code that never returns. (PR_SET_PDEATHSIG would be sooner, but it
+# fires when the *thread* that started the process ends, and would kill the workers of a pool made in a thread.)
+ORPHAN_GRACE_S = 5.0
+MAX_TEXT = 8_000  # characters of a traceback
+Answer = Callable[[dict[str, Any]], Mapping[str, Any]]
 _ENVIRONMENT = {
     # A child that imports jax must not claim the accelerator that the parent trains on.
     "JAX_PLATFORMS": "cpu",
@@ -25,19 +34,17 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",  # what a child printed before a crash is in the file
+    # sympy on Python integers: with gmpy2 some inputs hang in C or abort the process; mpmath has a switch of its own.
+    "SYMPY_GROUND_TYPES": "python",
+    "MPMATH_NOGMPY": "1",
 }
 
 
-@dataclasses.dataclass(eq=False)
 class Child:
     """Running child process."""
 
-    process: subprocess.Popen
-    connection: socket.socket
-    inbox: messages.Inbox = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        self.inbox = messages.Inbox(self.connection)
+    def __init__(self, process: subprocess.Popen, connection: socket.socket):
+        self.process, self.connection, self.inbox = process, connection, messages.Inbox(connection)
 
     def kill(self) -> None:
         """Kills the process and all that it started."""
@@ -73,16 +80,10 @@ class Child:
                 return None
 
 
-def start(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], output: str | None
-) -> tuple[subprocess.Popen, socket.socket]:
-    """Starts `python -m MODULE FD ARGUMENTS`, where FD is its socket, and returns the process and our socket.
+def start(module: str, arguments: Sequence[str], output: str | None) -> Child:
+    """Starts `python -m MODULE FD ARGUMENTS`, where FD is its socket.
 
-    Args:
-      module: of this package.
-      arguments: of the program.
-      environment: variables beside those of this process and those that limit threads.
-      output: file that the child's stderr is appended to; None: this process's stderr.
+    `output` is the file that the child's stderr is appended to, None: this process's stderr.
     """
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
@@ -91,13 +92,13 @@ def start(
         file = None if output is None else stack.enter_context(open(output, "ab"))
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
-            env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT, **environment},
+            env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT},
             stdin=subprocess.DEVNULL,
             stderr=file,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # a process group, so that processes that a child starts are killed with it
         )
-    return process, ours
+    return Child(process, ours)
 
 
 def _lower(limit: int, value: int) -> None:
@@ -113,3 +114,36 @@ def confine(address_space_bytes: int, processor_s: int | None = None) -> None:
         _lower(resource.RLIMIT_CPU, processor_s)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)
+
+
+def serve(
+    descriptor: int,
+    load: Callable[[], tuple[Mapping[str, Any], Answer]],
+    limit_s: Callable[[Mapping[str, Any]], float],
+    one_line: Callable[[BaseException], str],
+) -> None:
+    """Answers the requests of the parent in a confined process below a supervisor, until the parent closes the socket.
+
+    Args:
+      descriptor: of the socket.
+      load: returns what the parent is told beside {"ready": true}, and the function that answers. Where it fails, the
+        parent gets the error in `one_line`, with its traceback.
+      limit_s: returns the time in which the parent kills this process if a request has no answer.
+    """
+    process_tree.supervise(descriptor)
+    confine(ADDRESS_SPACE_BYTES)
+    with socket.socket(fileno=descriptor) as connection, contextlib.suppress(ConnectionError):  # the parent died
+        try:
+            about, answer = load()
+        except BaseException as error:
+            trace = traceback.format_exc()[-MAX_TEXT:]
+            connection.sendall(messages.to_line({"error": one_line(error), "trace": trace}))
+            return
+        connection.sendall(messages.to_line({"ready": True, **about}))
+        with connection.makefile("rb") as requests:
+            for line in requests:
+                request = json.loads(line)
+                signal.setitimer(signal.ITIMER_REAL, limit_s(request) + ORPHAN_GRACE_S)
+                found = answer(request)
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                connection.sendall(messages.to_line({"request": request["request"], **found}))

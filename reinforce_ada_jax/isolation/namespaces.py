@@ -54,14 +54,13 @@ def _read_only(target: str) -> None:
 
 def _bind(root: str, path: str) -> None:
     target = root + path
+    pathlib.Path(target).parent.mkdir(parents=True, exist_ok=True)
     if os.path.islink(path):
-        pathlib.Path(target).parent.mkdir(parents=True, exist_ok=True)
         os.symlink(os.readlink(path), target)
         return
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
     else:
-        pathlib.Path(target).parent.mkdir(parents=True, exist_ok=True)
         pathlib.Path(target).touch()
     _mount(path, target, None, _BIND | _RECURSIVE)
     if not path.startswith("/dev/"):
@@ -81,8 +80,7 @@ def _of_python() -> list[str]:
 def enter(owner: int | None) -> None:
     """Moves this process into new namespaces, and its later children into a new process table.
 
-    Args:
-      owner: user id that programs will have, where this process is root and can choose one; None: the present one.
+    `owner` is the user id that programs will have, where this process is root and can choose one; None: its own.
     """
     user, group = os.getuid(), os.getgid()
     flags = _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS | _NEW_NET | (_NEW_USER if owner is None else 0)

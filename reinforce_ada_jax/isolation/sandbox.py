@@ -42,55 +42,33 @@ class SandboxFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of one program.
+    """Limits of one program."""
 
-    Attributes:
-      processor_s: processor time of each process.
-      wall_s: time until the program must have ended.
-      memory_bytes: memory of all processes together, and address space of each.
-      files_bytes: size of each file, and of all files together where there are namespaces.
-      processes: processes and threads at a time.
-      output_bytes: longest output.
-    """
-
-    processor_s: int
-    wall_s: float
-    memory_bytes: int
-    files_bytes: int
-    processes: int
+    processor_s: int  # of each process
+    wall_s: float  # until the program must have ended
+    memory_bytes: int  # of all processes together, and address space of each
+    files_bytes: int  # of each file, and of all files together where there are namespaces
+    processes: int  # and threads, at a time
     output_bytes: int = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Program to run.
+    """Program to run."""
 
-    Attributes:
-      arguments: of the interpreter.
-      files: content by name, in the folder where the program starts.
-      stdin: its input.
-      channel: descriptor that it gets as number 3; None: none.
-    """
-
-    arguments: Sequence[str]
-    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    arguments: Sequence[str]  # of the interpreter
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # by name, in the folder where it starts
     stdin: bytes = b""
-    channel: int | None = None
+    channel: int | None = None  # descriptor that it gets as number 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """End of a program.
-
-    Attributes:
-      output: its standard output.
-      limit: the limit that ended it ("time", "memory", "output"), or "".
-      code: its exit code; 128 and the number of the signal that ended it.
-    """
+    """End of a program."""
 
     output: bytes
-    limit: str
-    code: int
+    limit: str  # the limit that ended it ("time", "memory", "output"), or ""
+    code: int  # its exit code; 128 and the number of the signal that ended it
 
 
 # ---- in the child ----------------------------------------------------------------------------------------------------
@@ -220,7 +198,6 @@ class _Running:
             self.stdout = None
 
     def close(self) -> None:
-        """Closes its descriptors."""
         for descriptor in (self.stdin, self.stdout, self.report):
             if descriptor is not None:
                 os.close(descriptor)
@@ -379,9 +356,6 @@ def run(programs: Sequence[Program], limits: Limits, on_start: Sequence[Callable
       programs: one, or several with channels between them.
       limits: of each.
       on_start: called when all have been started, such as to close our ends of the channels.
-
-    Raises:
-      SandboxFailed: the system could not start one.
     """
     return _run(programs, limits, on_start, with_namespaces=not weakness())
 

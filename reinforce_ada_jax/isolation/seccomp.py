@@ -85,8 +85,7 @@ def _instructions(signals: bool) -> list[tuple[int, int, int, int]]:
 def install(*, signals: bool) -> None:
     """Refuses the calls from now on, in this process and in all that it starts; its rights can only shrink.
 
-    Args:
-      signals: it may send signals, because it is in a process namespace of its own.
+    With `signals` it may send some, because it is in a process namespace of its own.
     """
     if sys.platform != "linux":
         return

@@ -43,12 +43,10 @@ class CannotStart(RuntimeError):
 
 
 class Lost(Exception):
-    """A worker was lost while it had a request.
+    """A worker was lost while it had a request: "timeout" or "crash"; the text says how.
 
-    Attributes:
-      reason: "timeout" or "crash"; the text says how.
-      is_innocent: the request may be asked again: the worker was killed from outside, or it wrote what is no answer,
-        perhaps of what an earlier request has left running.
+    An innocent request may be asked again: the worker was killed from outside, or it wrote what is no answer, perhaps
+    of what an earlier request has left running.
     """
 
     def __init__(self, reason: str, how: str, *, is_innocent: bool = False):
@@ -58,41 +56,24 @@ class Lost(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """Program of workers, and the names that messages give it.
+    """Program of workers, and the names that messages give it."""
 
-    Attributes:
-      module: of this package.
-      arguments: of the program, after its socket.
-      variables: of its environment, beside those of this process.
-      names: of the workers, in the plural.
-      loads: name of what the program loads, such as a file and a function.
-      refusal: begins the message of a program that says why it cannot start.
-      limit: name of the setting that is the time limit of a request.
-      number: name of the setting that is the number of workers.
-      output: file that gets what workers print; its folder is created. None: this process's stderr. May be changed
-        between requests.
-      num_failed, num_killed: starts without a message, and starts that were killed from outside, since a worker of this
-        program was last ready or answered.
-    """
-
-    module: str
-    arguments: Sequence[str]
-    variables: Mapping[str, str]
-    names: str
-    loads: str
-    refusal: str
-    limit: str
-    number: str
+    module: str  # of this package
+    arguments: Sequence[str]  # of the program, after its socket
+    names: str  # of the workers, in the plural
+    loads: str  # name of what the program loads, such as a file and a function
+    refusal: str  # begins the message of a program that says why it cannot start
+    # File that gets what workers print; its folder is created. None: this process's stderr. May be changed between
+    # requests.
     output: pathlib.Path | None = None
+    # Starts without a message, and starts that were killed from outside, since a worker was last ready or answered.
     num_failed: int = 0
     num_killed: int = 0
 
     def start(self) -> child.Child:
-        """Starts a process."""
         if self.output is not None:
             self.output.parent.mkdir(parents=True, exist_ok=True)
-        output = None if self.output is None else str(self.output)
-        return child.Child(*child.start(self.module, self.arguments, self.variables, output))
+        return child.start(self.module, self.arguments, None if self.output is None else str(self.output))
 
     def count_start(self, is_from_outside: bool) -> None:
         """Counts a start that has ended without a message; raises `CannotStart` after too many in a row."""
@@ -101,7 +82,7 @@ class Program:
         if self.num_killed >= MAX_KILLED_STARTS:
             raise CannotStart(
                 f"{MAX_KILLED_STARTS} {self.names} in a row were killed while they started. Check for lack of memory, "
-                f"or lower {self.number}."
+                "or lower reward.workers."
             )
         if self.num_failed >= MAX_FAILED_STARTS:
             raise CannotStart(
@@ -114,20 +95,14 @@ class Worker:
     """One process, which is started when it is needed, and the thread that waits for it.
 
     `start` and `ask` are for that thread, the other methods for any other.
-
-    Attributes:
-      child: the running process, or None. It may still be starting.
-      ready: its first message; None before.
-      is_busy: True while a request is unanswered.
-      thread: of the worker, with one call at a time.
     """
 
     def __init__(self, program: Program):
         self._program = program
         self._is_stopped = self._is_interrupted = False
-        self.child: child.Child | None = None
-        self.ready: dict[str, Any] | None = None
-        self.is_busy = False
+        self.child: child.Child | None = None  # it may still be starting
+        self.ready: dict[str, Any] | None = None  # its first message
+        self.is_busy = False  # a request is unanswered
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
 
     def start(self) -> child.Child:
@@ -169,12 +144,7 @@ class Worker:
         limit_s: float,
         read: Callable[[Mapping[str, Any]], _T],
     ) -> _T:
-        """Returns what `read` makes of the answer to a message.
-
-        Args:
-          process: as `start` returned it.
-          limit_s: wall-clock limit of the answer.
-          read: raises `messages.Malformed` for what is no answer.
+        """Returns what `read` makes of the answer to a message; it raises `messages.Malformed` for what is no answer.
 
         Raises:
           Lost: the process took too long, or ended.
@@ -187,7 +157,7 @@ class Worker:
             answer = process.read(deadline - time.monotonic())
             if answer is None:
                 self._end(kill=True)
-                raise Lost("timeout", f"took more than {limit_s:g} s ({self._program.limit})")
+                raise Lost("timeout", f"took more than {limit_s:g} s (reward.time_limit_s)")
             if answer.get("request") != number:
                 raise messages.Malformed
             result = read(answer)
@@ -236,8 +206,7 @@ class Worker:
         self._end()
 
 
-def _is_readable(running: child.Child) -> bool:
-    """Returns True if an idle process has ended, or has written without a request."""
+def _is_readable(running: child.Child) -> bool:  # an idle process has ended, or has written without a request
     poll = select.poll()  # select.select refuses file descriptors above 1,023
     poll.register(running.connection, select.POLLIN)
     return bool(poll.poll(0))

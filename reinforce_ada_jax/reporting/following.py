@@ -114,11 +114,6 @@ class FollowedRuns:
     """Runs on one live page. They are read when a page asks, and only if the last reading was `interval_s` ago."""
 
     def __init__(self, workdirs: Sequence[pathlib.Path], interval_s: float = 1.0):
-        """Takes the folders of the runs.
-
-        Raises:
-          ValueError: two of them are the same.
-        """
         self.runs = [FollowedRun(name, path) for name, path in zip(unique_names(workdirs), workdirs, strict=True)]
         self._lock, self._interval_s = threading.Lock(), interval_s
         self._read_at = -math.inf

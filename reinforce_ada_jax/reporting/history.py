@@ -101,11 +101,7 @@ def _problems(evaluations: Sequence[Metrics]) -> dict[str, str]:
 
 
 def load(workdir: pathlib.Path) -> History:
-    """Reads a work directory. A last line of metrics.jsonl that is being written is left out.
-
-    Raises:
-      ValueError: it holds no finished iteration, or a file that a run does not write.
-    """
+    """Reads a work directory, without a last line of metrics.jsonl that is being written; ValueError if it is none."""
     lines = read_metrics(workdir)
     if not lines:
         raise ValueError(f"{workdir} has no metrics.jsonl with a finished iteration: name a run's work directory.")
@@ -113,11 +109,7 @@ def load(workdir: pathlib.Path) -> History:
 
 
 def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
-    """Returns the history of a work directory with these lines of metrics.jsonl; none before the first iteration.
-
-    Raises:
-      ValueError: a line lacks what every run writes, or another file is one that a run does not write.
-    """
+    """Returns the history of a work directory with these lines of metrics.jsonl; none before the first iteration."""
     config = read_json(workdir / CONFIG)
     try:
         per_iteration = config["collection"]["prompts_per_iteration"] // config["learning"]["prompts_per_update"]
@@ -158,11 +150,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
 
 
 def unique_names(workdirs: Sequence[pathlib.Path]) -> list[str]:
-    """Returns names of work directories that differ: as many parts of their paths as that takes.
-
-    Raises:
-      ValueError: two of them are the same folder.
-    """
+    """Returns names of work directories that differ: as many parts of their paths as that takes."""
     parts = [workdir.resolve().parts for workdir in workdirs]
     if len(set(parts)) < len(parts):
         raise ValueError("a work directory is named twice: name each once.")

@@ -11,11 +11,7 @@ BUSY_ENOUGH = 0.6
 def advice(config: Config, *, busy: float, num_slots: int, speculative: bool) -> str:
     """Returns a line that names the setting which would fill idle slots; "" where enough are busy.
 
-    Args:
-      config: of the run.
-      busy: share of decode steps whose slot had a response, `collection/slot_utilisation`.
-      num_slots: of all replicas.
-      speculative: idle slots start rounds before the verdicts that ask for them.
+    `busy` is the share of decode steps whose slot had a response, `num_slots` the slots of all replicas.
     """
     if busy >= BUSY_ENOUGH:
         return ""

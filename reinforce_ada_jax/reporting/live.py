@@ -141,11 +141,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens; port 0 chooses a free one.
-
-    Raises:
-      ValueError: the port is taken, or the host is not an address of this machine.
-    """
+    """Returns a socket that listens; port 0 chooses a free one. ValueError: the port is taken, or no such host."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=4 * MOST_CONNECTIONS)

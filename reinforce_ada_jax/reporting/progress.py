@@ -38,7 +38,6 @@ class Progress:
 
     @property
     def done(self) -> int:
-        """Number of finished units."""
         return self._bar.n
 
     def phase(self, text: str) -> None:
@@ -67,5 +66,4 @@ class Progress:
             self.say(text)
 
     def close(self) -> None:
-        """Ends the line."""
         self._bar.close()

@@ -62,11 +62,9 @@ def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndar
 
 def evenly_spaced(count: int, most: int) -> list[int]:
     """Returns at most `most` of 0, ..., count - 1, evenly spaced, including the last."""
-    if most >= count:
-        return list(range(count))
     if most == 1:
-        return [count - 1]
-    return sorted({int(index) for index in np.linspace(0, count - 1, most).round()})
+        return [count - 1] if count else []
+    return sorted({int(index) for index in np.linspace(0, count - 1, min(most, count)).round()})
 
 
 def shortened(text: str) -> str:
@@ -89,9 +87,6 @@ def read(
     """Reads samples of a run within the limits; of an iteration that exceeds them alone, its first responses.
 
     Only iterations after `after`, up to `last` (None: all), are counted and read.
-
-    Raises:
-      ValueError: a finished line is not a sampled response.
     """
     files = sorted(file for file in (workdir / "samples").glob("*.jsonl") if file.stem.isdecimal())
     files = [file for file in files if after < int(file.stem) and (last is None or int(file.stem) <= last)]

@@ -1,6 +1,7 @@
 """Metrics of a run: metrics.jsonl, and the same numbers in TensorBoard, Weights & Biases and trackio."""
 
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -46,13 +47,8 @@ class MetricsWriter:
     def __init__(self, workdir: pathlib.Path, *, last_iteration: int, trackers: str = "", quiet: bool = False):
         """Opens the files for the iterations after `last_iteration`, and removes later lines of a run that was killed.
 
-        `lacking` is then the number of iterations up to it that have no line.
-
-        Args:
-          workdir: of the run.
-          last_iteration: the last iteration whose metrics stay.
-          trackers: as the setting `logging.trackers`.
-          quiet: the trackers print nothing.
+        `lacking` is then the number of iterations up to it that have no line. `trackers` is as `logging.trackers`, and
+        `quiet` ones print nothing.
         """
         self._file, self._quiet = workdir / "metrics.jsonl", quiet
         lines = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
@@ -81,12 +77,9 @@ class MetricsWriter:
             self._trackio.log(dict(metrics), step=iteration)  # a repeated iteration is a second, equal point
 
     def close(self) -> None:
-        """Closes the TensorBoard file and ends the runs of the trackers.
-
-        All lines are on disk before. So an error here is that of a write which failed before, and was raised there.
-        """
+        """Closes the TensorBoard file and ends the runs of the trackers."""
         if self._tensorboard is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # that of a write which failed before, and was raised there
                 self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
@@ -126,7 +119,6 @@ class _TensorBoard:
         self._records.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         self._records.close()
 
 
@@ -147,20 +139,19 @@ def _silence(quiet: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext()
 
 
-def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
-    """Starts or resumes the trackio run of a work directory: its name there, with an id, because names resume runs.
-
-    Raises:
-      ValueError: trackio is not installed, or cannot start the run.
-    """
+def _tracker(name: str, project: str) -> Any:
+    """Returns the package of a tracker; ValueError if it is not installed."""
     try:
-        import trackio  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"logging.trackers has trackio:{project}, but trackio is not installed: pip install trackio, or leave it "
-            "out."
+            f"logging.trackers has {name}:{project}, but {name} is not installed: pip install {name}, or leave it out."
         ) from error
-    name = f"{workdir.resolve().name}-{_stored_id(workdir / 'trackio_id')[:8]}"
+
+
+def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
+    """Starts or resumes the trackio run of a work directory: its name there, with an id, because names resume runs."""
+    trackio, name = _tracker("trackio", project), f"{workdir.resolve().name}-{_stored_id(workdir / 'trackio_id')[:8]}"
     with _silence(quiet):
         try:
             # Its own logging of CPU and GPU asks the machine every ten seconds.
@@ -173,17 +164,8 @@ def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
 
 
 def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
-    """Starts or resumes the Weights & Biases run whose id the work directory holds.
-
-    Raises:
-      ValueError: wandb is not installed, or cannot start the run (no login, no network).
-    """
-    try:
-        import wandb  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
-    except ImportError as error:
-        raise ValueError(
-            f"logging.trackers has wandb:{project}, but wandb is not installed: pip install wandb, or leave it out."
-        ) from error
+    """Starts or resumes the Weights & Biases run whose id the work directory holds."""
+    wandb = _tracker("wandb", project)
     try:
         return wandb.init(
             project=project,

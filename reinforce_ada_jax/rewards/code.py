@@ -85,10 +85,8 @@ def _run_test(program: bytes, test: Test, limits: Limits) -> tuple[bool, str]:
 def grader(*, time_limit_s: float, max_tests: int, limits: Mapping[str, Any]) -> RewardFn:
     """Returns a grader of programs, for a verifier worker.
 
-    Args:
-      time_limit_s: of a whole grading; no test starts that could outlast it. It then counts as failed.
-      max_tests: most tests of a problem, from the first on; 0: all.
-      limits: fields of `Limits`, for each test.
+    Of a problem the first `max_tests` run, 0: all, each under `limits`, the fields of `Limits`. A test that could
+    outlast the time of a whole grading does not start, and counts as failed.
     """
     of_test = Limits(**limits)
 

@@ -155,11 +155,7 @@ def _setup(columns: Mapping[str, Any]) -> str:
 
 
 def read_tests(columns: Mapping[str, Any]) -> list[Test]:
-    """Returns the tests of a problem.
-
-    Raises:
-      ValueError: it has none, or they have another form.
-    """
+    """Returns the tests of a problem; ValueError if it has none, or they have another form."""
     model, metadata = columns.get("reward_model"), _from_json(columns.get("metadata"))
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     function = (_first(metadata, _FUNCTIONS) if isinstance(metadata, Mapping) else None) or ""

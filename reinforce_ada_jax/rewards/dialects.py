@@ -101,18 +101,10 @@ def _own_value(value: Any) -> Reward:
 
 
 def _keywords(parameters: Mapping[str, inspect.Parameter], available: Columns) -> dict[str, Any]:
-    """Returns the entries of `available` that parameters take by name.
-
-    Raises:
-      InvalidReward: a parameter without a default is missing.
-    """
+    """Returns the entries of `available` that parameters take by name; InvalidReward if one of them is missing."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
-    missing = [
-        name
-        for name, parameter in named.items()
-        if parameter.default is inspect.Parameter.empty and name not in available
-    ]
+    missing = [name for name, each in named.items() if each.default is each.empty and name not in available]
     if missing:
         raise InvalidReward(
             f"it needs {', '.join(missing)}, and the problem has only {', '.join(sorted(available)) or 'its answer'}"
@@ -129,16 +121,11 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def _further_parameters(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    """Returns those after (response, answer), which may have any names."""
-    return dict(list(parameters.items())[2:])
-
-
 def takes_columns(function: Callable[..., Any]) -> bool:
     """Returns True if a function may look at more than (response, answer)."""
     parameters = _parameters(function)
-    known = "completions" in parameters or "solution_str" in parameters
-    return known or list(parameters) == ["sample", "item"] or bool(_further_parameters(parameters))
+    known = "completions" in parameters or "solution_str" in parameters or list(parameters) == ["sample", "item"]
+    return known or len(parameters) > 2
 
 
 def adapt(function: Callable[..., Any]) -> RewardFn:
@@ -181,7 +168,8 @@ def _by_position(function: Callable[..., Any], parameters: Mapping[str, inspect.
                 f"takes {signature}, and is called with (response, answer); it may also be a function of "
                 "completions (TRL, tunix), of solution_str (verl) or of (sample, item) (OpenAI)"
             ) from error
-    further, texts = _further_parameters(parameters), {*list(parameters)[:2]}
+    further = dict(list(parameters.items())[2:])  # after (response, answer), which may have any names
+    texts = parameters.keys() - further.keys()
 
     def call(response: str, answer: str, columns: Columns) -> Reward:
         with _named(function):

@@ -73,8 +73,7 @@ def _failure(error: BaseException) -> str:
 def guarded(grade: RewardFn, caught: type[BaseException], *, log: bool = True) -> Grader:
     """Returns a grader whose verdict has reason "error" where `grade` raises `caught` or returns no finite reward.
 
-    An exception of a checker is a wrong answer with a reason and never ends a run by itself. The first one is logged
-    with its traceback; the metrics count all by reason.
+    The first exception is logged with its traceback; the metrics count all by reason.
     """
     logged = not log
 

@@ -58,15 +58,10 @@ class _Temporary(Exception):
 
 
 def score_of(text: str, parser: str) -> float:
-    """Returns the number that the parser finds in a judge's answer.
+    """Returns the number that the parser finds in a judge's answer; JudgeFailed if there is none.
 
-    Args:
-      text: the answer.
-      parser: regular expression, whose only group is the number in its last match; or "json:FIELD", the field of the
-        last JSON object in the text that has it.
-
-    Raises:
-      JudgeFailed: there is none.
+    The parser is a regular expression, whose only group is the number in its last match; or "json:FIELD", the field of
+    the last JSON object in the text that has it.
     """
     found: Any = None
     if parser.startswith(_JSON):
@@ -147,12 +142,7 @@ class _Endpoint:
         return response, content
 
     def ask(self, body: Mapping[str, Any], deadline: float) -> str:
-        """Returns the text of the answer to one request.
-
-        Raises:
-          _Temporary: another request may succeed.
-          JudgeFailed: it can't.
-        """
+        """Returns the text of the answer to one request; _Temporary if another one may succeed, else JudgeFailed."""
         try:
             response, content = self._content(body, deadline)
         except httpx.HTTPError as error:
@@ -196,21 +186,12 @@ class _Endpoint:
 class Judge:
     """Grader that asks a judge, for a verifier worker; `close` ends its connections.
 
-    Args:
-      settings: the fields of the configuration's section `judge`, but of a template its text ("": `TEMPLATE`), with
-        problem, response, answer, the other columns of the problem, and lowest and highest. A column with one of the
-        other names is not seen.
-      cache: file of the answers; None: none.
-      time_limit_s: of one grading, all requests together.
+    `settings` are the fields of the configuration's section `judge`, but of a template its text ("": `TEMPLATE`). The
+    template gets problem, response, answer, the other columns of the problem, and lowest and highest; a column with one
+    of the other names is not seen. `cache` is the file of the answers, `time_limit_s` of one grading with all requests.
     """
 
-    def __init__(
-        self,
-        settings: Mapping[str, Any],
-        *,
-        cache: str | None,
-        time_limit_s: float,
-    ):
+    def __init__(self, settings: Mapping[str, Any], *, cache: str | None, time_limit_s: float):
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         self._template = environment.from_string(settings["template"] or TEMPLATE)
         self._endpoint, self._answers = _Endpoint(settings["url"]), _Answers(cache)
@@ -219,11 +200,7 @@ class Judge:
         self._lowest, self._highest = settings["range"]
 
     def __call__(self, response: str, answer: str, columns: Columns) -> Verdict:
-        """Returns the score as a reward in [0, 1].
-
-        Raises:
-          JudgeFailed: there is no score.
-        """
+        """Returns the score as a reward in [0, 1]; JudgeFailed if there is none."""
         deadline = time.monotonic() + self._time_limit_s - _SPARE_S
         given = {"response": response, "answer": answer, "lowest": self._lowest, "highest": self._highest}
         try:
@@ -249,6 +226,5 @@ class Judge:
         return value
 
     def close(self) -> None:
-        """Closes connections and file."""
         self._endpoint.close()
         self._answers.close()

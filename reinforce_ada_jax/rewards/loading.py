@@ -25,26 +25,17 @@ GradeFn = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """Grader that each worker makes for itself.
+    """Grader that each worker makes for itself."""
 
-    Attributes:
-      reference: "module:function" of the function that returns the grader, which this process need not import.
-      settings: its keyword arguments, as JSON.
-    """
-
-    reference: str
-    settings: Mapping[str, Any]
+    reference: str  # "module:function" of the function that returns the grader, which this process need not import
+    settings: Mapping[str, Any]  # its keyword arguments, as JSON
 
 
 _REMEDY = "move it to the top level of a module that can be imported, or use workers=0."
 
 
 def function_reference(grade_fn: GradeFn) -> str:
-    """Returns the "module:qualname" under which a new interpreter finds `grade_fn`.
-
-    Raises:
-      ValueError: a new interpreter can't find it.
-    """
+    """Returns the "module:qualname" under which a new interpreter finds `grade_fn`; ValueError if it can't."""
     module_name, qualname = getattr(grade_fn, "__module__", None), getattr(grade_fn, "__qualname__", None)
     if module_name is None or qualname is None:
         raise ValueError(f"grade_fn {grade_fn!r} has no name that a worker could import: {_REMEDY}")
@@ -69,11 +60,7 @@ def _is_file(reference: str) -> bool:
 
 
 def file_reference(reference: str) -> str:
-    """Returns "file.py:function" with an absolute path; the file is parsed, not run.
-
-    Raises:
-      ValueError: it has another form, the file is missing or not Python, or it defines no such function.
-    """
+    """Returns "file.py:function" with an absolute path; the file is parsed, not run."""
     if not _is_file(reference):
         raise ValueError(f"a grade function in a file is named file.py:function, not {reference!r}.")
     path_name, _, function = reference.rpartition(":")
@@ -95,11 +82,7 @@ def files_hash(path: str) -> str:
 
 
 def judge_template(setting: str) -> str:
-    """Returns the text of `judge.template`: the setting itself where it has a place to fill in, else its file.
-
-    Raises:
-      ValueError: there is no such file.
-    """
+    """Returns the text of `judge.template`: the setting itself where it has a place to fill in, else its file."""
     if not setting or "{{" in setting:
         return setting
     try:

@@ -4,28 +4,22 @@ A reward may run code that a model wrote, in the worker's process, and such code
 the parent takes a verdict only with the number of the request that it answers.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from reinforce_ada_jax.isolation.child import MAX_TEXT
 from reinforce_ada_jax.isolation.messages import Malformed
 from reinforce_ada_jax.types import Verdict
 
-MAX_TEXT = 8_000  # characters of a traceback
 MAX_REASON = 200
 
 
 def _number(value: Any) -> float:
     """Returns a JSON number as a finite float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
         raise Malformed
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise Malformed from error
-    if not math.isfinite(number):
-        raise Malformed
-    return number
+    return float(value)
 
 
 def _text(value: Any) -> str:
@@ -34,10 +28,9 @@ def _text(value: Any) -> str:
     return value
 
 
-def verdict_to_json(verdict: Verdict, request: str, failure: str) -> dict[str, Any]:
+def verdict_to_json(verdict: Verdict, failure: str) -> dict[str, Any]:
     """Returns the answer to a request; `failure` is the traceback where the grading failed, else ""."""
     return {
-        "request": request,
         "correct": bool(verdict.correct),
         "reward": float(verdict.reward),
         "reason": str(verdict.reason)[:MAX_REASON],
@@ -47,15 +40,9 @@ def verdict_to_json(verdict: Verdict, request: str, failure: str) -> dict[str, A
 
 
 def verdict_from_json(message: Mapping[str, Any]) -> tuple[Verdict, str]:
-    """Returns the verdict and the failure's traceback of `verdict_to_json`.
-
-    Raises:
-      Malformed: a field is missing or has another type, or a reward is not finite.
-    """
-    if not isinstance(message.get("correct"), bool):
-        raise Malformed
+    """Returns the verdict and the failure's traceback of `verdict_to_json`; Malformed where a field is not as there."""
     rewards = message.get("rewards")
-    if not isinstance(rewards, dict):
+    if not isinstance(message.get("correct"), bool) or not isinstance(rewards, dict):
         raise Malformed
     verdict = Verdict(
         message["correct"],

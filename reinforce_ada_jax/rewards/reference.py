@@ -84,11 +84,10 @@ def _compare(boxed: str | None, answer: str) -> Verdict:
 
 
 def grade(response: str, answer: str) -> Verdict:
-    r"""Returns reward 1 where the published program's training verifier gives 1: `training_box` equals `answer`.
+    """Returns reward 1 where the published program's training verifier gives 1: `training_box` equals `answer`.
 
-    Returns:
-      A verdict. Reasons: "no_answer", "too_long" (more than `MAX_BOXED_LENGTH` characters in the box, which the program
-      does not limit), "error" (Math-Verify failed on every comparison that did not match).
+    Reasons: "no_answer", "too_long" (more than `MAX_BOXED_LENGTH` characters in the box, which the program does not
+    limit), "error" (Math-Verify failed on every comparison that did not match).
     """
     return _compare(training_box(response), answer)
 

@@ -126,9 +126,8 @@ def stated(response: str) -> str:
 def grade(response: str, answer: str) -> Verdict:
     """Returns reward 1 where the published program's Minerva rule does: what is `stated` equals `answer`.
 
-    Returns:
-      A verdict. Reasons: "no_answer" (nothing is stated, and nothing is not right), "too_long" (more than
-      `MAX_BOXED_LENGTH` characters are, which the program does not limit).
+    Reasons: "no_answer" (nothing is stated, and nothing is not right), "too_long" (more than `MAX_BOXED_LENGTH`
+    characters are, which the program does not limit).
     """
     text = stated(response)
     if len(text) > MAX_BOXED_LENGTH:  # normalising takes time quadratic in it

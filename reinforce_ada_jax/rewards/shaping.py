@@ -25,17 +25,11 @@ def overlong_share(num_tokens: int, overlong_tokens: int, max_response_tokens: i
 
 @dataclasses.dataclass(frozen=True)
 class Shaping:
-    """Rule that turns graded rewards into verdicts.
+    """Rule that turns graded rewards into verdicts."""
 
-    Attributes:
-      positive_threshold: a graded reward above it is correct; a failed verdict never is.
-      overlong_tokens: number of tokens before the limit that are penalised, with 1 at the limit; 0: none.
-      max_response_tokens: the limit.
-    """
-
-    positive_threshold: float
-    overlong_tokens: int = 0
-    max_response_tokens: int = 0
+    positive_threshold: float  # a graded reward above it is correct; a failed verdict never is
+    overlong_tokens: int = 0  # number of tokens before the limit that are penalised, with 1 at the limit
+    max_response_tokens: int = 0  # the limit
 
     def __call__(self, verdict: Verdict, num_tokens: int) -> Verdict:
         """Returns the verdict on a response of `num_tokens` tokens, the stop token included."""

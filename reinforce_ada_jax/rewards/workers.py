@@ -24,8 +24,6 @@ from reinforce_ada_jax.types import Verdict
 
 # (response text, answer), or with the problem's columns, which functions of other signatures ask for.
 Pair = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
-# sympy on Python integers: with gmpy2 some inputs hang in C or abort the process; mpmath has a switch of its own.
-_VARIABLES = {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}
 # What a worker made of a pair: the verdict and the traceback of a failure, or an error.
 _Outcome = tuple[Verdict, str] | BaseException
 
@@ -98,12 +96,9 @@ class VerifierPool:
         self._program = Program(
             module="reinforce_ada_jax.rewards.worker",
             arguments=[str(time_limit_s), json.dumps(entries)],
-            variables=_VARIABLES,
             names="verifier workers",
             loads=references,
             refusal=f"A verifier worker cannot start with {references}",
-            limit="reward.time_limit_s",
-            number="reward.workers",
             output=output,
         )
         self._takes_columns = {

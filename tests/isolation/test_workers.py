@@ -20,9 +20,8 @@ def program(monkeypatch, folder: pathlib.Path, text: str) -> Program:
     )
     monkeypatch.syspath_prepend(folder)
     return Program(
-        module="written_program", arguments=[], variables={}, names="test workers", loads="a test",
-        refusal="A test cannot start", limit="test.limit_s", number="test.workers",
-    )  # fmt: skip
+        module="written_program", arguments=[], names="test workers", loads="a test", refusal="A test cannot start"
+    )
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_only_the_loss_of_a_killed_worker_is_no_fault_of_the_request(asked):
         with pytest.raises(Lost) as lost:
             asked(f"write(ready=True)\nfor line in lines: {end}")
         assert (lost.value.reason, lost.value.is_innocent) == ("crash", innocent)
-    with pytest.raises(Lost, match=r"took more than 0.2 s \(test.limit_s\)") as lost:
+    with pytest.raises(Lost, match=r"took more than 0.2 s \(reward.time_limit_s\)") as lost:
         asked("write(ready=True)\nfor line in lines: signal.pause()", limit_s=0.2)
     assert (lost.value.reason, lost.value.is_innocent) == ("timeout", False)
 
@@ -66,7 +65,7 @@ def test_a_start_that_ends_without_a_message_is_tried_a_few_times(asked):
     assert str(error.value).endswith("line 1")
     with pytest.raises(CannotStart, match="3 test workers in a row did not start with a test"):
         asked("os._exit(0)")
-    with pytest.raises(CannotStart, match="20 test workers in a row were killed while they started.*test.workers"):
+    with pytest.raises(CannotStart, match="20 test workers in a row were killed while they started.*reward.workers"):
         asked("os.kill(os.getpid(), signal.SIGKILL)")
 
 

@@ -10,7 +10,7 @@ from reinforce_ada_jax.isolation.messages import Malformed
 from reinforce_ada_jax.rewards import protocol
 from reinforce_ada_jax.types import Verdict
 
-WRITTEN = {"request": "7f", "correct": True, "reward": 0.5, "reason": "", "rewards": {"style": 0.25}, "failure": ""}
+WRITTEN = {"correct": True, "reward": 0.5, "reason": "", "rewards": {"style": 0.25}, "failure": ""}
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def connected():
 
 def test_a_verdict_arrives_in_pieces(connected):
     theirs, inbox = connected
-    line = messages.to_line(protocol.verdict_to_json(Verdict(True, 0.5, rewards={"style": 0.25}), "7f", ""))
+    line = messages.to_line(protocol.verdict_to_json(Verdict(True, 0.5, rewards={"style": 0.25}), ""))
     assert json.loads(line) == WRITTEN
     assert inbox.read() is None
     for byte in line[:-1]:
@@ -67,5 +67,5 @@ def test_a_verdict_of_wrong_values_is_malformed(changed):
 
 
 def test_long_texts_are_cut():
-    message = protocol.verdict_to_json(Verdict(False, 0.0, "r" * 10**6), "0", "f" * 10**6 + "end")
+    message = protocol.verdict_to_json(Verdict(False, 0.0, "r" * 10**6), "f" * 10**6 + "end")
     assert len(messages.to_line(message)) < messages.MAX_MESSAGE_BYTES and message["failure"].endswith("end")
