@@ -90,7 +90,7 @@ def of_mesh(mesh: Mesh, learning: LearningConfig, architecture: Architecture, dt
     device = mesh.devices.flat[0]
     return resolve(
         device.platform, learning, hidden_size=architecture.hidden_size, head_dim=architecture.head_dim, dtype=dtype,
-        capability=str(getattr(device, "compute_capability", "")),
+        window=architecture.window, capability=str(getattr(device, "compute_capability", "")),
     )  # fmt: skip
 
 
@@ -106,17 +106,27 @@ def head_tile(name: str, hidden_size: int, dtype: DTypeLike) -> tuple[int, int]:
 
 
 def resolve(
-    name: str, learning: LearningConfig, *, hidden_size: int, head_dim: int, dtype: DTypeLike, capability: str = ""
+    name: str,
+    learning: LearningConfig,
+    *,
+    hidden_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    window: int = 0,
+    capability: str = "",
 ) -> Platform:
     """Chooses implementations for the platform `name` ("cpu", "gpu", "tpu"), as far as the settings leave it open.
 
-    `dtype` is that of activations, `capability` the `compute_capability` of a GPU.
+    `dtype` is that of activations, `window` that of sliding layers, `capability` the `compute_capability` of a GPU.
 
     Raises:
       ValueError: `learning.attention` is "cudnn", and cuDNN can't compute it.
     """
     on_tpu, on_cpu = name == "tpu", name == "cpu"
-    refusal = cudnn_attention.refusal(capability, dtype, head_dim, packed=learning.responses_per_row > 1)
+    packed = learning.responses_per_row > 1
+    refusal = cudnn_attention.refusal(capability, dtype, head_dim, packed=packed)
+    if window and not refusal:
+        refusal = "the model has sliding windows"
     if learning.attention == "cudnn" and refusal:
         raise ValueError(f"learning.attention is 'cudnn', and {refusal}: set it to 'auto'.")
 

@@ -58,7 +58,7 @@ def engine_options(config: Config, architecture: Architecture, platform: str) ->
     """
     # Which tokens end a response changes no size, and the tokenizer that says so may not be here.
     options = components_lib.engine_options(config, architecture, architecture.eos_ids or (0,))
-    own = FOR_PLATFORM[platform]
+    own = "jnp" if architecture.window else FOR_PLATFORM[platform]
     attention = own if config.sampling.attention == "auto" else config.sampling.attention
     if attention not in (own, "jnp"):
         raise ValueError(f"sampling.attention is {attention!r}: a {platform.upper()} takes auto, {own} or jnp.")

@@ -1,9 +1,10 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
-Six families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
-on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral (those of Llama, with full
-attention), SmolLM3 (layers without rotary positions) and OLMo 2 (norms after attention and feed-forward, and one norm
-over all queries of a token, and over all keys). Everything that sets them apart is a field here.
+Seven families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
+on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral (that of Llama, also with a
+sliding window), SmolLM3 (layers without rotary positions), OLMo 2 (norms after attention and feed-forward, and one norm
+over all queries of a token, and over all keys) and Gemma 3 (sliding layers with a rotary base of their own, norms
+before and after, GeGLU, a scaled embedding). Everything that sets them apart is a field here.
 """
 
 import dataclasses
@@ -12,9 +13,11 @@ from typing import Any
 CLASS_NAMES = {
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }  # fmt: skip
 # Of a config.json that does not say, as in transformers.
-MAX_POSITIONS = {"llama": 2048, "olmo2": 2048, "mistral": 4096 * 32}
+MAX_POSITIONS = {"llama": 2048, "olmo2": 2048, "mistral": 4096 * 32, "gemma3_text": 4096 * 32}
+HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256}  # of other families: hidden_size / num_attention_heads
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
@@ -23,6 +26,7 @@ ROPE_NUMBERS = (
 MOST = {
     "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2**12,
     "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**12, "max_position_embeddings": 2**31 - 1,
+    "sliding_window": 2**31 - 1, "sliding_window_pattern": 2**12,
 }  # fmt: skip
 
 
@@ -58,8 +62,12 @@ class Architecture:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     qk_norm_whole: bool = False
-    norm_after: bool = False  # the norms of a layer are those of its outputs, not of its inputs
+    norm_place: str = "before"  # of attention and feed-forward: "before", "after" or "around", which is both
     unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary positions
+    window: int = 0  # tokens that a token sees in a sliding layer, itself included; 0: no layer slides
+    sliding_layers: tuple[int, ...] = ()  # their indices
+    sliding_theta: float | None = None  # rotary base in them; None: `rope_theta`
+    is_gemma: bool = False  # norms multiply by 1 + weight, GELU, the embedding times the root of its width
 
     @property
     def num_parameters(self) -> int:
@@ -68,7 +76,8 @@ class Architecture:
         attention += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         normed = self.num_heads + self.num_kv_heads if self.qk_norm_whole else 2
         attention += self.qk_norm * normed * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        layer = attention + 3 * self.hidden_size * self.ffn_size
+        layer += self.hidden_size * (4 if self.norm_place == "around" else 2)
         embedding = self.vocab_size * self.hidden_size
         return self.num_layers * layer + embedding * (2 - self.tied_embedding) + self.hidden_size
 
@@ -76,8 +85,9 @@ class Architecture:
 def _rope(config: dict[str, Any], family: str) -> tuple[float, RopeScaling | None]:
     # transformers 5 writes one `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`.
     parameters = config.get("rope_parameters") or {}
+    parameters = parameters.get("full_attention", parameters)  # Gemma's are those of its two kinds of layers
     scaling = parameters if parameters else (config.get("rope_scaling") or {})
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or (1e6 if family == "gemma3_text" else 1e4)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return float(theta), None
@@ -114,14 +124,16 @@ def _check_values(config: dict[str, Any]) -> None:
     for key, most in MOST.items():
         if config.get(key) is not None or key in NEEDED:
             require(key, _whole(config[key], 1, most), f"a whole number from 1 to {most:,}")
-    for key in ("rms_norm_eps", "rope_theta"):
+    for key in ("rms_norm_eps", "rope_theta", "rope_local_base_freq"):
         value = config.get(key)
         require(key, value is None or (type(value) in (int, float) and 0 < value < 2**53), "a number above 0")
     for key in ("rope_scaling", "rope_parameters"):
         scaling = config.get(key) or {}
         require(key, isinstance(scaling, dict), "an object")
-        numbers = [value for name, value in scaling.items() if name in ROPE_NUMBERS]
-        require(key, all(type(value) in (int, float) and 0 < value < 2**53 for value in numbers), "of numbers above 0")
+        for part in [scaling, *(value for value in scaling.values() if isinstance(value, dict))]:
+            numbers = [value for name, value in part.items() if name in ROPE_NUMBERS]
+            right = all(type(value) in (int, float) and 0 < value < 2**53 for value in numbers)
+            require(key, right, "of numbers above 0")
     ends, start = _ids(config.get("eos_token_id")), config.get("bos_token_id")
     require("eos_token_id", all(_whole(each, 0, 2**31 - 1) for each in ends), "a token id, or a list of them")
     require("bos_token_id", start is None or _whole(start, 0, 2**31 - 1), "a token id")
@@ -150,6 +162,34 @@ def _unrotated_layers(config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(layer for layer, is_rotated in enumerate(rotated) if not is_rotated)
 
 
+def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
+    """The layers with a sliding window: all of Mistral; of Gemma those of `layer_types`, else all but each sixth."""
+    layers = config["num_hidden_layers"]
+    if family == "mistral":
+        return tuple(range(layers)) if config.get("sliding_window") is not None else ()
+    if family != "gemma3_text":
+        return ()
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)
+    ]
+    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ValueError(
+            f"config.json has layer_types = {kinds!r:.80}; it must be {layers} times sliding_attention or "
+            "full_attention."
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def _sliding_theta(config: dict[str, Any]) -> float:
+    parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if parameters.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"config.json asks for rotary scaling {parameters!r:.80} of sliding layers; none is supported."
+        )
+    return float(parameters.get("rope_theta") or config.get("rope_local_base_freq") or 1e4)
+
+
 def from_hf(config: dict[str, Any]) -> Architecture:
     """The architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
 
@@ -161,31 +201,40 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     if not isinstance(family, str) or family not in CLASS_NAMES:
         raise ValueError(
             f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} "
-            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2)."
+            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2, Gemma 3)."
         )
     missing = [key for key in NEEDED if key not in config]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}: it does not describe a whole {family} model.")
     _check_values(config)
+    is_gemma = family == "gemma3_text"
+    activation = "gelu_pytorch_tanh" if is_gemma else "silu"
     refused = {
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "sliding_window": family == "mistral" and config.get("sliding_window") is not None,
+        "hidden_act": config.get("hidden_act", activation) != activation,
+        "hidden_activation": config.get("hidden_activation", activation) != activation,
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
-        "layer_types": set(config.get("layer_types") or ()) - {"full_attention"} != set(),
+        "use_bidirectional_attention": bool(config.get("use_bidirectional_attention", False)),
+        "layer_types": not is_gemma and set(config.get("layer_types") or ()) - {"full_attention"} != set(),
+        "query_pre_attn_scalar": is_gemma and config.get("query_pre_attn_scalar", 256) != config.get("head_dim", 256),
+        "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
+        "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "attention_bias": bool(config.get("attention_bias", False)) and family != "qwen2",
     }
     for key, is_refused in refused.items():
         if is_refused:
-            raise ValueError(f"config.json sets {key} = {config[key]!r}, which no released {family} model here uses.")
+            raise ValueError(
+                f"config.json sets {key} = {config.get(key)!r}, which no released {family} model here uses."
+            )
     heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads)
+    head_dim = config.get("head_dim") or HEAD_DIMS.get(family, config["hidden_size"] // heads)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(
             f"config.json gives heads of {head_dim} numbers (head_dim, or hidden_size {config['hidden_size']} / "
             f"num_attention_heads {heads}); rotary positions need an even number from 2. Fetch it again."
         )
     theta, scaling = _rope(config, family)
+    sliding_layers = _sliding_layers(config, family)
     return Architecture(
         family=family,
         vocab_size=config["vocab_size"],
@@ -200,14 +249,33 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "olmo2"),
-        tied_embedding=bool(config.get("tie_word_embeddings", family == "smollm3")),
+        qk_norm=family in ("qwen3", "olmo2", "gemma3_text"),
+        tied_embedding=bool(config.get("tie_word_embeddings", family in ("smollm3", "gemma3_text"))),
         eos_ids=_ids(config.get("eos_token_id")),
         bos_id=config.get("bos_token_id"),
         qk_norm_whole=family == "olmo2",
-        norm_after=family == "olmo2",
+        norm_place={"olmo2": "after", "gemma3_text": "around"}.get(family, "before"),
         unrotated_layers=_unrotated_layers(config) if family == "smollm3" else (),
+        window=(config.get("sliding_window") or 4096) if sliding_layers else 0,
+        sliding_layers=sliding_layers,
+        sliding_theta=_sliding_theta(config) if is_gemma else None,
+        is_gemma=is_gemma,
     )
+
+
+def _gemma_config(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma's classes read beside the others' keys."""
+    slides = ["full_attention", "sliding_attention"]
+    return {
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": architecture.head_dim, "sliding_window": architecture.window or None,
+        "layer_types": [slides[layer in architecture.sliding_layers] for layer in range(architecture.num_layers)],
+        "rope_local_base_freq": architecture.sliding_theta,
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": architecture.sliding_theta},
+        },
+    }  # fmt: skip
 
 
 def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
@@ -251,7 +319,9 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
     if architecture.family == "smollm3":
         config["no_rope_layers"] = [int(i not in architecture.unrotated_layers) for i in range(architecture.num_layers)]
     if architecture.family == "mistral":
-        config["sliding_window"] = None
+        config["sliding_window"] = architecture.window or None
+    if architecture.is_gemma:
+        config |= _gemma_config(architecture, config)
     if architecture.family == "qwen2":
         config["use_sliding_window"] = False
     else:

@@ -21,6 +21,7 @@ MASKED = -1e30  # finite, so that the difference of two of them is 0
 Queries = Float[Array, "B K G T H"]  # G query heads for each key head
 Keys = Float[Array, "B K T H"]
 Segments = Int[Array, "B T"] | None
+Visible = tuple[Segments, Int[Array, ""] | None]  # of a token: its segment, and how far it sees, as `LayerPlace.reach`
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
@@ -38,25 +39,29 @@ def _rows(x: Array, first: int, end: int) -> Array:
     return jax.lax.slice_in_dim(x, first, end, axis=3).reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _scores(query: Queries, key: Keys, segment_ids: Segments, first: int, end: int) -> Float[Array, "B K R S"]:
+def _scores(query: Queries, key: Keys, sees: Visible, first: int, end: int) -> Float[Array, "B K R S"]:
     """Scores of a block with the keys before its end."""
+    segment_ids, reach = sees
     scores = _product("BKRH,BKSH->BKRS", _rows(query, first, end), key[:, :, :end])
-    sees = (jnp.arange(first, end)[:, None] >= jnp.arange(end)[None])[None]
+    query_place, key_place = jnp.arange(first, end)[:, None], jnp.arange(end)[None]
+    seen = (query_place >= key_place)[None]
+    if reach is not None:
+        seen = seen & (query_place - key_place < reach)[None]
     if segment_ids is not None:
-        sees = sees & (segment_ids[:, first:end, None] == segment_ids[:, None, :end])
+        seen = seen & (segment_ids[:, first:end, None] == segment_ids[:, None, :end])
     by_head = scores.reshape(*query.shape[:3], end - first, end)
-    return jnp.where(sees[:, None, None], by_head, MASKED).reshape(scores.shape)
+    return jnp.where(seen[:, None, None], by_head, MASKED).reshape(scores.shape)
 
 
 @jax.custom_vjp
-def _attention(query: Queries, key: Keys, value: Keys, segment_ids: Segments) -> Queries:
-    return _forward(query, key, value, segment_ids)[0]
+def _attention(query: Queries, key: Keys, value: Keys, sees: Visible) -> Queries:
+    return _forward(query, key, value, sees)[0]
 
 
-def _forward(query, key, value, segment_ids):
+def _forward(query, key, value, sees):
     mixed, log_sums = [], []
     for first, end in _blocks(query.shape[3]):
-        scores = _scores(query, key, segment_ids, first, end)
+        scores = _scores(query, key, sees, first, end)
         largest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = weights.sum(axis=-1, keepdims=True)
@@ -65,17 +70,17 @@ def _forward(query, key, value, segment_ids):
         log_sums.append((largest + jnp.log(total)).reshape(*query.shape[:3], end - first, 1))
     result = checkpoint_name(jnp.concatenate(mixed, axis=3), ATTENTION_RESULT)
     log_sum = checkpoint_name(jnp.concatenate(log_sums, axis=3), ATTENTION_RESULT)
-    return result, (query, key, value, segment_ids, result, log_sum)
+    return result, (query, key, value, sees, result, log_sum)
 
 
 def _backward(residuals, d_mixed):
-    query, key, value, segment_ids, mixed, log_sum = residuals
+    query, key, value, sees, mixed, log_sum = residuals
     # The slope of the softmax has the sum of p dp over keys, which is that of mixed d_mixed over the head.
     weighted = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     d_query, d_key, d_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     for first, end in _blocks(query.shape[3]):
         before = ((0, 0), (0, 0), (0, key.shape[2] - end), (0, 0))
-        probabilities = jnp.exp(_scores(query, key, segment_ids, first, end) - _rows(log_sum, first, end))
+        probabilities = jnp.exp(_scores(query, key, sees, first, end) - _rows(log_sum, first, end))
         d_block = _rows(d_mixed, first, end)
         d_probabilities = _product("BKRH,BKSH->BKRS", d_block, value[:, :, :end])
         d_scores = (probabilities * (d_probabilities - _rows(weighted, first, end))).astype(query.dtype)
@@ -91,11 +96,10 @@ def _backward(residuals, d_mixed):
 _attention.defvjp(_forward, _backward)
 
 
-def attend(query, key, value, layer_index, carry, *, segment_ids: Segments = None):
+def attend(query, key, value, layer, carry, *, segment_ids: Segments = None):
     """Causal attention: a token attends to itself and those before it, in its own segment if there are segments."""
-    del layer_index
     rows, length, num_heads, head_dim = query.shape
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)
     query = query.reshape(rows, length, key.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
-    mixed = _attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), segment_ids)
+    mixed = _attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), (segment_ids, layer.reach))
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, num_heads, head_dim), carry, None

@@ -90,7 +90,7 @@ def _local(
     return cast(Array, mixed)
 
 
-def attend(query, key, value, layer_index, carry, *, mesh: Mesh, max_segments: int, segment_ids=None):
+def attend(query, key, value, layer, carry, *, mesh: Mesh, max_segments: int, segment_ids=None):
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
     Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Arguments are as of
@@ -99,7 +99,7 @@ def attend(query, key, value, layer_index, carry, *, mesh: Mesh, max_segments: i
     Raises:
       ValueError: packed rows with 2^31 numbers of queries or more on a device.
     """
-    del layer_index
+    del layer  # none is a sliding one: `platform.resolve` refuses them
     heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
     local = jax.shard_map(
         functools.partial(_local, max_segments=max_segments),

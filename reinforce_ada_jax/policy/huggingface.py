@@ -47,10 +47,15 @@ TABLE = {
     "final_norm": ("D", "model.norm.weight", "D"),
     "head": ("D V", "lm_head.weight", "V D"),
 }
-# What other architectures have instead.
+# What other architectures have instead, or besides.
 NORM_AFTER = {
     "layers.attention_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
     "layers.mlp_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),
+}
+NORM_AROUND = {
+    "layers.attention_out_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
+    "layers.mlp_norm": ("L D", "model.layers.{}.pre_feedforward_layernorm.weight", "D"),
+    "layers.mlp_out_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),
 }
 QK_NORM_WHOLE = {
     "layers.attention.query_norm": ("L N H", "model.layers.{}.self_attn.q_norm.weight", "NH"),
@@ -97,8 +102,8 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
 
 def table(architecture: Architecture) -> dict[str, tuple[str, str, str]]:
     """`TABLE` as this architecture has it."""
-    after, whole = architecture.norm_after, architecture.qk_norm_whole
-    return TABLE | (NORM_AFTER if after else {}) | (QK_NORM_WHOLE if whole else {})
+    norms = {"before": {}, "after": NORM_AFTER, "around": NORM_AROUND}[architecture.norm_place]
+    return TABLE | norms | (QK_NORM_WHOLE if architecture.qk_norm_whole else {})
 
 
 def parts(architecture: Architecture) -> dict[str, Part]:

@@ -65,9 +65,15 @@ def by_tiles(count: Int[Array, ""]) -> Rowwise:
 
 
 def attention(
-    query: Float[Array, "ROWS N H"], lengths: Int[Array, " ROWS"], num_kv_heads: int, read: Read
+    query: Float[Array, "ROWS N H"],
+    lengths: Int[Array, " ROWS"],
+    num_kv_heads: int,
+    read: Read,
+    reach: Int[Array, ""] | None = None,
 ) -> Float[Array, "ROWS N H"]:
     """softmax(q k / sqrt(H)) v over the first `lengths[r]` tokens of each row of a tile; zeros where that is 0.
+
+    Of these only the last `reach`, if given (`LayerPlace.reach`).
 
     A tile of keys beyond a row's length changes none of its bits: largest score and sums are multiplied by 1, and
     zeros are added.
@@ -76,7 +82,10 @@ def attention(
     grouped = (query * head_dim**-0.5).reshape(ROWS, num_kv_heads, num_heads // num_kv_heads, head_dim).swapaxes(0, 1)
 
     def add(index, partial):
-        seen = index * KEYS + jnp.arange(KEYS)[None] < lengths[:, None]
+        token = index * KEYS + jnp.arange(KEYS)[None]
+        seen = token < lengths[:, None]
+        if reach is not None:
+            seen = seen & (token >= lengths[:, None] - reach)
         inputs = jax.lax.optimization_barrier((*read(index), seen, partial))
         return jax.lax.optimization_barrier(_add_keys(grouped, *inputs))
 
@@ -112,8 +121,7 @@ def packed_attend(start: Int[Array, " M"], lengths: Int[Array, " M"], count: Int
     The sequence of a row begins at the row `start`, and the row sees `lengths` tokens, itself included; 0 in padding.
     """
 
-    def attend(query, key, value, layer_index, carry):
-        del layer_index
+    def attend(query, key, value, layer, carry):
         # Keys beyond the last row are read, and seen by none.
         keys, values = (jnp.pad(x[:, 0].swapaxes(0, 1), ((0, 0), (0, KEYS), (0, 0))) for x in (key, value))
 
@@ -125,7 +133,7 @@ def packed_attend(start: Int[Array, " M"], lengths: Int[Array, " M"], count: Int
 
                 return tokens(keys), tokens(values)
 
-            return attention(query, lengths, key.shape[2], read)
+            return attention(query, lengths, key.shape[2], read, layer.reach)
 
         return by_tiles(count)(one_tile, query[:, 0], start, lengths)[:, None], carry, None
 

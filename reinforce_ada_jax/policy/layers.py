@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.quantization import Quantized
@@ -154,13 +154,27 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
     return jnp.broadcast_to(scale.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 
-def rotary_frequencies(architecture: Architecture) -> Float[Array, " half"]:
+def norm(architecture: Architecture, x: Float[Array, "... D"], scale: Float[Array, " D"]) -> Float[Array, "... D"]:
+    """`rms_norm` with the epsilon of an architecture; of Gemma by 1 + scale, all in float32."""
+    if architecture.is_gemma:
+        wide, scale = x.astype(jnp.float32), 1.0 + scale.astype(jnp.float32)
+        return rms_norm(wide, scale, architecture.norm_epsilon).astype(x.dtype)
+    return rms_norm(x, scale, architecture.norm_epsilon)
+
+
+def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | None = None) -> Float[Array, " half"]:
     """Inverse frequencies theta^(-2i/H), stretched for long contexts where the architecture says so.
+
+    `slides`: whether the layer is a sliding one, whose theta may be another; None: no layer is.
+
 
     Llama-3's rule: wavelengths beyond original/low_factor are divided by `factor`, those under original/high_factor
     stay, and between the two the inverse frequency is interpolated linearly in original/wavelength.
     """
     exponents = jnp.arange(0, architecture.head_dim, 2, dtype=jnp.float32) / architecture.head_dim
+    if slides is not None and architecture.sliding_theta is not None:
+        full = dataclasses.replace(architecture, sliding_theta=None)
+        return jnp.where(slides, 1.0 / architecture.sliding_theta**exponents, rotary_frequencies(full))
     inverse = 1.0 / architecture.rope_theta**exponents
     scaling = architecture.rope_scaling
     if scaling is None:
@@ -181,6 +195,11 @@ def rotate(
     cos, sin = jnp.cos(angles)[:, :, None, :].astype(x.dtype), jnp.sin(angles)[:, :, None, :].astype(x.dtype)
     low, high = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def _one(architecture: Architecture) -> float:
+    """The weight with which a norm multiplies by 1."""
+    return 0.0 if architecture.is_gemma else 1.0
 
 
 class Attention(nnx.Module):
@@ -204,13 +223,17 @@ class Attention(nnx.Module):
             self.value_bias = declare((k, h), ("kv_heads", "head"))
         if architecture.qk_norm:
             whole = architecture.qk_norm_whole
-            self.query_norm = declare(*(((n, h), ("heads", "head")) if whole else ((h,), ("head",))), constant=1.0)
-            self.key_norm = declare(*(((k, h), ("kv_heads", "head")) if whole else ((h,), ("head",))), constant=1.0)
+            one = _one(architecture)
+            self.query_norm = declare(*(((n, h), ("heads", "head")) if whole else ((h,), ("head",))), constant=one)
+            self.key_norm = declare(*(((k, h), ("kv_heads", "head")) if whole else ((h,), ("head",))), constant=one)
 
     def project(
-        self, x: Float[Array, "B T D"], positions: Int[Array | np.ndarray, "B T"]
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array | np.ndarray, "B T"],
+        slides: Bool[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Queries, keys and values of `x`, rotated to `positions`."""
+        """Queries, keys and values of `x`, rotated to `positions`; `slides` as of `rotary_frequencies`."""
         dtype = x.dtype
         query = project(x, self.query.get_value())
         key = project(x, self.key.get_value())
@@ -222,14 +245,14 @@ class Attention(nnx.Module):
         if self.architecture.qk_norm:
             query = self._norm(query, self.query_norm[...])
             key = self._norm(key, self.key_norm[...])
-        frequencies = rotary_frequencies(self.architecture)
+        frequencies = rotary_frequencies(self.architecture, slides)
         return rotate(query, positions, frequencies), rotate(key, positions, frequencies), value
 
     def _norm(self, x: Float[Array, "B T N H"], scale: Float[Array, "*N H"]) -> Float[Array, "B T N H"]:
         """The norm of each head, or of all heads of a token as one vector."""
         if not self.architecture.qk_norm_whole:
-            return rms_norm(x, scale, self.architecture.norm_epsilon)
-        return rms_norm(x.reshape(*x.shape[:2], -1), scale.reshape(-1), self.architecture.norm_epsilon).reshape(x.shape)
+            return norm(self.architecture, x, scale)
+        return norm(self.architecture, x.reshape(*x.shape[:2], -1), scale.reshape(-1)).reshape(x.shape)
 
     def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The output projection."""
@@ -237,10 +260,11 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); Gemma has gelu, approximated by tanh, in place of silu."""
 
     def __init__(self, architecture: Architecture, declare: Declare):
         d, f = architecture.hidden_size, architecture.ffn_size
+        self.activation = jax.nn.gelu if architecture.is_gemma else jax.nn.silu
         self.gate = declare((d, f), ("embed", "mlp"), fan_in=d)
         self.up = declare((d, f), ("embed", "mlp"), fan_in=d)
         self.down = declare((f, d), ("mlp", "embed"), fan_in=f)
@@ -248,14 +272,18 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate = project(x, self.gate.get_value())
         up = project(x, self.up.get_value())
-        return project(jax.nn.silu(gate) * up, self.down.get_value())
+        return project(self.activation(gate) * up, self.down.get_value())
 
 
 class Layer(nnx.Module):
     """Attention and feed-forward, each with a norm and its residual (assembled in `transformer.run`)."""
 
     def __init__(self, architecture: Architecture, declare: Declare):
-        self.attention_norm = declare((architecture.hidden_size,), ("embed",), constant=1.0)
+        d, one = (architecture.hidden_size,), _one(architecture)
+        self.attention_norm = declare(d, ("embed",), constant=one)
         self.attention = Attention(architecture, declare)
-        self.mlp_norm = declare((architecture.hidden_size,), ("embed",), constant=1.0)
+        self.mlp_norm = declare(d, ("embed",), constant=one)
         self.mlp = MLP(architecture, declare)
+        if architecture.norm_place == "around":
+            self.attention_out_norm = declare(d, ("embed",), constant=one)
+            self.mlp_out_norm = declare(d, ("embed",), constant=one)

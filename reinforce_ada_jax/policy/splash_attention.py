@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 
@@ -38,6 +39,8 @@ def _local(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None,
+    slides: Bool[Array, ""] | None,
+    window: int,
     interpret: bool,
 ) -> Float[Array, "B T N H"]:
     """On one device, with its rows and its heads."""
@@ -47,8 +50,8 @@ def _local(
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)
     padding = (0, 0), (0, size - length), (0, 0), (0, _padded_head(head_dim) - head_dim)
     query, key, value = (jnp.pad(x, padding).swapaxes(1, 2) for x in (query, key, value))
-    kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([splash.CausalMask((size, size))] * num_heads),
+    make_kernel = functools.partial(
+        splash.make_splash_mha,
         block_sizes=splash.BlockSizes(
             block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
             block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
@@ -61,23 +64,32 @@ def _local(
     if segment_ids is not None:
         padded_ids = jnp.pad(segment_ids, padding[:2])
         ids = splash.SegmentIds(padded_ids, padded_ids)
-    mixed = cast(Array, jax.vmap(kernel)(query, key, value, ids))
+
+    def attention(mask):
+        return jax.vmap(make_kernel(splash.MultiHeadMask([mask] * num_heads)))
+
+    whole = attention(splash.CausalMask((size, size)))
+    if slides is None:
+        mixed = whole(query, key, value, ids)
+    else:
+        sliding = attention(splash.LocalMask((size, size), (window - 1, 0), offset=0))
+        mixed = jax.lax.cond(slides, sliding, whole, query, key, value, ids)
+    mixed = cast(Array, mixed)
     return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
 
 
-def attend(query, key, value, layer_index, carry, *, mesh: Mesh, segment_ids=None, interpret: bool = False):
+def attend(query, key, value, layer, carry, *, mesh: Mesh, segment_ids=None, interpret: bool = False):
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
     Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Arguments are as of
     `transformer.Attend`; `interpret` runs the kernels without a TPU.
     """
-    del layer_index
     heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
     local = jax.shard_map(
-        functools.partial(_local, interpret=interpret),
+        functools.partial(_local, window=layer.window, interpret=interpret),
         mesh=mesh,
-        in_specs=(heads, heads, heads, None if segment_ids is None else row),
+        in_specs=(heads, heads, heads, None if segment_ids is None else row, None if layer.slides is None else P()),
         out_specs=heads,
         check_vma=False,  # kernels don't say along which axes their results vary
     )
-    return local(query, key, value, segment_ids), carry, None
+    return local(query, key, value, segment_ids, layer.slides), carry, None

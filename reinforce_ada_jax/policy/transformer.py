@@ -8,7 +8,7 @@ and is called inside compiled programs only.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,17 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, rms_norm, row_adapters
+from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, norm, row_adapters
 from reinforce_ada_jax.policy.quantization import Quantized
 
 Params = dict[str, Any]
 Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
-# attend(query, key, value, layer_index, carry) -> (mixed, carry, of_layer): the attention of one layer.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
+# attend(query, key, value, layer, carry) -> (mixed, carry, of_layer): the attention of one layer, a `LayerPlace`.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
 # The same with segment_ids=[B, T] by name: a token attends to its own segment.
 SegmentAttend = Callable[..., tuple[jax.Array, Any, Any]]
 # rowwise(function, *arrays): what a function of rows, one by one, gives for arrays of them ([B, ...]).
@@ -44,6 +44,19 @@ REMAT = {
         jax.checkpoint_policies.save_only_these_names(ATTENTION_RESULT),
     ),
 }
+
+
+class LayerPlace(NamedTuple):
+    """Which layer it is, and what its tokens see."""
+
+    index: Int[Array, ""] | int
+    window: int = 0  # of a sliding layer, as of `Architecture`
+    slides: Bool[Array, ""] | None = None  # None: no layer of the model does
+
+    @property
+    def reach(self) -> Int[Array, ""] | None:
+        """Tokens that a token sees, itself included; None: all before it."""
+        return None if self.slides is None else jnp.where(self.slides, self.window, jnp.iinfo(jnp.int32).max // 2)
 
 
 def unconstrained(x: jax.Array) -> jax.Array:
@@ -76,7 +89,7 @@ class Decoder(nnx.Module):
         self.architecture = architecture
         self.embedding = declare((v, d), ("vocab", "embed"), fan_in=d)
         self.layers = Layer(architecture, Declare(layers_key, dtype, layers=architecture.num_layers))
-        self.final_norm = declare((d,), ("embed",), constant=1.0)
+        self.final_norm = declare((d,), ("embed",), constant=0.0 if architecture.is_gemma else 1.0)
         if not architecture.tied_embedding:
             self.head = declare((d, v), ("embed", "vocab"), fan_in=d)
 
@@ -159,11 +172,11 @@ def run(
       (hidden states after the final norm, last carry, values of each layer stacked along a leading layer axis).
     """
     graph, state = nnx.split(model.layers)
-    stacked, epsilon = nnx.to_pure_dict(state), model.architecture.norm_epsilon
-    norm_after = model.architecture.norm_after
+    stacked, architecture = nnx.to_pure_dict(state), model.architecture
     adapter_rows = None if adapter is None else row_adapters(stacked, adapter)
-    is_rotated = np.ones(model.architecture.num_layers, np.int32)
-    is_rotated[list(model.architecture.unrotated_layers)] = 0
+    numbers = np.arange(architecture.num_layers)
+    is_rotated = 1 - np.isin(numbers, architecture.unrotated_layers).astype(np.int32)
+    is_sliding = np.isin(numbers, architecture.sliding_layers)
     remat, constrain, rowwise = execution.remat, execution.constrain, execution.rowwise
 
     def one_layer(state, inputs):
@@ -172,42 +185,51 @@ def run(
         if adapter_rows is not None:
             weights = choose_adapters(weights, adapter_rows)
         layer = nnx.merge(graph, weights)
+        slides = jnp.asarray(is_sliding)[index] if is_sliding.any() else None
 
-        def attention_norm(x):
-            return rms_norm(x, layer.attention_norm[...], epsilon)
-
-        def mlp_norm(x):
-            return rms_norm(x, layer.mlp_norm[...], epsilon)
+        def normed(x, scale):
+            return norm(architecture, x, scale[...])
 
         def before(x, positions):
-            return layer.attention.project(x if norm_after else attention_norm(x), positions)
+            x = x if architecture.norm_place == "after" else normed(x, layer.attention_norm)
+            return layer.attention.project(x, positions, slides)
 
         def after(x, mixed):
-            if norm_after:
-                x = x + attention_norm(layer.attention.merge_heads(mixed))
-                return constrain(x + mlp_norm(layer.mlp(x)))
-            x = x + layer.attention.merge_heads(mixed)
-            return constrain(x + layer.mlp(mlp_norm(x)))
+            mixed = layer.attention.merge_heads(mixed)
+            if architecture.norm_place == "after":
+                x = x + normed(mixed, layer.attention_norm)
+                return constrain(x + normed(layer.mlp(x), layer.mlp_norm))
+            if architecture.norm_place == "around":
+                x = x + normed(mixed, layer.attention_out_norm)
+                return constrain(x + normed(layer.mlp(normed(x, layer.mlp_norm)), layer.mlp_out_norm))
+            x = x + mixed
+            return constrain(x + layer.mlp(normed(x, layer.mlp_norm)))
 
         # At position 0 nothing is rotated.
         where = positions if is_rotated.all() else positions * jnp.asarray(is_rotated)[index]
         query, key, value = rowwise(before, x, where)
-        mixed, carry, of_layer = attend(query, key, value, index, carry)
+        place = LayerPlace(index, architecture.window, slides)
+        mixed, carry, of_layer = attend(query, key, value, place, carry)
         return (rowwise(after, x, mixed), carry), of_layer
 
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
-    x = constrain(embed(model, tokens).astype(execution.dtype))
-    indices = jnp.arange(model.architecture.num_layers)
-    (x, carry), of_layers = jax.lax.scan(one_layer, (x, carry), (stacked, indices))
-    return rowwise(lambda x: rms_norm(x, model.final_norm[...], epsilon), x), carry, of_layers
+    x = embed(model, tokens).astype(execution.dtype)
+    if architecture.is_gemma:
+        x = x * jnp.asarray(architecture.hidden_size**0.5, x.dtype)
+    indices = jnp.arange(architecture.num_layers)
+    (x, carry), of_layers = jax.lax.scan(one_layer, (constrain(x), carry), (stacked, indices))
+    return rowwise(lambda x: norm(architecture, x, model.final_norm[...]), x), carry, of_layers
 
 
-def causal_attend(query, key, value, layer_index, carry, *, segment_ids=None):
-    """Causal attention: a token attends to itself and the tokens before it, in its own segment if given."""
-    del layer_index
+def causal_attend(query, key, value, layer, carry, *, segment_ids=None):
+    """Causal attention: a token attends to itself and those before it, in its segment if given, within its window."""
     own = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+    if layer.reach is not None:
+        place = jnp.arange(query.shape[1])
+        near = (place[:, None] - place[None] < layer.reach)[None, None]
+        own = near if own is None else own & near
     with jax.numpy_dtype_promotion("standard"):  # jax promotes bfloat16 to float32 in it
         return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True), carry, None
 

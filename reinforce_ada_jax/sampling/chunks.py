@@ -86,6 +86,7 @@ def chunk_attention(
     table: Int[Array, "C width"],
     visible: VisiblePages,
     first_page: Int[Array, ""] | int = 0,
+    reach: Int[Array, ""] | None = None,
 ) -> Float[Array, "C N H"]:
     """`paged_attention` of queries that share most of their pages: each page is read once, for all queries.
 
@@ -110,7 +111,10 @@ def chunk_attention(
         pages, columns = (jax.lax.dynamic_slice(x, (index * at_a_time,), (at_a_time,)) for x in (page, column))
         keys, values = (jax.tree.map(lambda x: x[:, first_page + pages], pool) for pool in (key_pages, value_pages))
         own = ((table[:, columns] == pages[None]) & (pages != NULL)[None])[..., None]
-        seen = (columns[:, None] * page_size + jnp.arange(page_size)[None])[None] < lengths[:, None, None]
+        token = (columns[:, None] * page_size + jnp.arange(page_size)[None])[None]
+        seen = token < lengths[:, None, None]
+        if reach is not None:
+            seen = seen & (token >= lengths[:, None, None] - reach)
         seen = jnp.repeat((own & seen).reshape(num_queries, -1), group, axis=0)
         scores = jnp.einsum("KQH,KTH->KQT", grouped, in_one_row(keys), preferred_element_type=jnp.float32)
         if isinstance(keys, Quantized):
@@ -148,13 +152,13 @@ def prefill_chunk(
     lengths = jnp.where(chunk.wanted, chunk.position + 1, 0)
     visible = visible_pages(table, lengths, page_size, options.pages)
 
-    def attend(query, key, value, layer_index, pools):
-        first = layer_index * options.pages
+    def attend(query, key, value, layer, pools):
+        first = layer.index * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, chunk.position % page_size, mesh)
         if backend == "invariant":  # as in decoding
-            mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend)
+            mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend, reach=layer.reach)
         else:
-            mixed = chunk_attention(query[:, 0], *pools, lengths, table, visible, first)
+            mixed = chunk_attention(query[:, 0], *pools, lengths, table, visible, first, layer.reach)
         return mixed[:, None], pools, None
 
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]

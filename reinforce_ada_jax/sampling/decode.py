@@ -48,8 +48,8 @@ from reinforce_ada_jax.sampling.state import (
 def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
     """Computes keys and values of right-padded prompts; those from `length - 1` on are never read."""
 
-    def attend(query, key, value, layer_index, carry):
-        mixed, carry, _ = causal_attend(query, key, value, layer_index, carry)
+    def attend(query, key, value, layer, carry):
+        mixed, carry, _ = causal_attend(query, key, value, layer, carry)
         return mixed, carry, (key, value)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -162,11 +162,13 @@ def _forward(
     adapter = jnp.where(slots.active, adapters[slots.requests.prompt_row], -1)
     rowwise = choose_rowwise(options.attention, slots.active)
 
-    def attend(query, key, value, layer_index, pools):
-        first = layer_index * options.pages
+    def attend(query, key, value, layer, pools):
+        first = layer.index * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, slots.position % page_size, mesh)
         table = first + slots.table
-        mixed = paged_attention(query[:, 0], *pools, lengths, table, backend=options.attention, mesh=mesh)
+        mixed = paged_attention(
+            query[:, 0], *pools, lengths, table, backend=options.attention, mesh=mesh, reach=layer.reach
+        )
         return mixed[:, None], pools, None
 
     def next_logprobs(hidden, temperature):

@@ -27,15 +27,21 @@ FOR_PLATFORM = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 BATCH_BYTES = 2**19
 
 
-def choose_backend(name: str, numerics: str = "fast") -> str:
+def choose_backend(name: str, numerics: str = "fast", *, window: int = 0) -> str:
     """`name`, or for "auto" the one made for the devices at hand; or the one with these numerics.
 
+    With sliding layers (`Architecture.window`) it is never a kernel.
+
     Raises:
-      ValueError: invariant numerics on devices that are no CPUs.
+      ValueError: invariant numerics on devices that are no CPUs, or a kernel for a model with sliding layers.
     """
     if numerics == "invariant":
         invariant.check_platform(jax.default_backend())
         return "invariant"
+    if window:
+        if name not in ("auto", "jnp"):
+            raise ValueError(f"sampling.attention is {name!r}, which has no sliding windows: set it to 'auto'.")
+        return "jnp"
     return FOR_PLATFORM.get(jax.default_backend(), "jnp") if name == "auto" else name
 
 
@@ -56,6 +62,7 @@ def paged_attention(
     *,
     backend: str,
     mesh: Mesh | None = None,
+    reach: Int[Array, ""] | None = None,
 ) -> Float[Array, "S N H"]:
     """softmax(q k / sqrt(H)) v over the first `lengths[s]` tokens of slot s; zeros where the length is 0.
 
@@ -67,13 +74,16 @@ def paged_attention(
       table: physical pages of each slot in order; entries beyond its length must be valid page numbers.
       backend: one of `BACKENDS`.
       mesh: where heads are split over `tensor`; the kernels need it, XLA finds out for itself.
+      reach: of these tokens a slot sees the last ones (`LayerPlace.reach`); None: all. The kernels take none.
     """
     if backend == "jnp":
-        return _live_pages(query, key_pages, value_pages, lengths, table)
+        return _live_pages(query, key_pages, value_pages, lengths, table, reach)
     if backend == "invariant":
-        return _by_tiles(query, key_pages, value_pages, lengths, table)
+        return _by_tiles(query, key_pages, value_pages, lengths, table, reach)
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} is not one of {', '.join(BACKENDS)}.")
+    if reach is not None:
+        raise ValueError(f"attention backend {backend!r} has no sliding windows: set sampling.attention to 'auto'.")
     if mesh is None:
         raise ValueError(f"attention backend {backend!r} needs the mesh that its heads are split over.")
     from reinforce_ada_jax.sampling import pallas_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
@@ -82,7 +92,7 @@ def paged_attention(
     return kernels[backend](query, key_pages, value_pages, lengths, table, mesh=mesh)
 
 
-def _live_pages(query, key_pages, value_pages, lengths, table):
+def _live_pages(query, key_pages, value_pages, lengths, table, reach):
     """The live pages of all slots in one row, worked through a few at a time, one batch at a time.
 
     Each page gives a softmax of its own (largest score, sum, weighted values); those of a slot are joined at the end.
@@ -117,6 +127,8 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
         if isinstance(keys, Quantized):
             scores = scores * keys.scale
         seen = jnp.arange(page_size)[None] < these(tokens)[:, None]
+        if reach is not None:
+            seen = seen & (jnp.arange(page_size)[None] >= these(tokens)[:, None] - reach)
         scores = jnp.where(seen[None, :, None], scores, -jnp.inf)
         # Beyond the last live page the scores are those of another page, or none at all; nobody reads them.
         largest = jnp.maximum(scores.max(-1), jnp.finfo(jnp.float32).min)
@@ -148,7 +160,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     return mixed[..., :head_dim].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
 
 
-def _by_tiles(query, key_pages, value_pages, lengths, table):
+def _by_tiles(query, key_pages, value_pages, lengths, table, reach):
     """`invariant.attention` of tiles of slots: tiles of keys are gathered token by token, whatever the page size."""
     kv_heads, _, page_size, _ = key_pages.shape
     capacity = table.shape[1] * page_size
@@ -159,7 +171,7 @@ def _by_tiles(query, key_pages, value_pages, lengths, table):
             page, offset = table[:, token // page_size], (token % page_size)[None]
             return key_pages[:, page, offset], value_pages[:, page, offset]
 
-        return invariant.attention(query, lengths, kv_heads, read)
+        return invariant.attention(query, lengths, kv_heads, read, reach)
 
     return choose_rowwise("invariant", lengths > 0)(one_tile, query, lengths, table)
 

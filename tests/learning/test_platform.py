@@ -91,6 +91,7 @@ def test_gpus_without_cudnn_for_these_rows_compute_in_blocks():
     [
         (dict(capability="8.0"), "packed rows need compute capability 9.0, not 8.0"),
         (dict(name="cpu"), "the device has no cuDNN"),
+        (dict(capability="9.0", window=512), "the model has sliding windows"),
         (dict(dtype=jnp.float32, capability="9.0"), "cuDNN takes no float32"),
     ],
 )

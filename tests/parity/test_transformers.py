@@ -43,6 +43,14 @@ MODELS = {
         **SIZES | dict(num_hidden_layers=5), tie_word_embeddings=False, pad_token_id=0
     ),
     "olmo2-no-groups": transformers.Olmo2Config(**SIZES | dict(num_key_value_heads=4), pad_token_id=0),
+    "mistral-window": transformers.MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=5),
+    "gemma3-every-second": transformers.Gemma3TextConfig(
+        **SIZES | dict(num_hidden_layers=5),
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    ),
     "olmo2-tied-group-of-2": transformers.Olmo2Config(**SIZES, tie_word_embeddings=True, pad_token_id=0),
     "llama-plain-untied-no-groups": transformers.LlamaConfig(
         **SIZES | dict(num_key_value_heads=4), tie_word_embeddings=False, rms_norm_eps=1e-5

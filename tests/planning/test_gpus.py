@@ -12,6 +12,7 @@ from reinforce_ada_jax.planning import gpus
 from reinforce_ada_jax.planning.compilation import topology_devices
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, chip_of
 from reinforce_ada_jax.policy import cudnn_attention
+from reinforce_ada_jax.policy.transformer import LayerPlace
 from reinforce_ada_jax.sampling.pallas_attention import pallas_gpu
 
 
@@ -69,7 +70,9 @@ def test_attention_of_the_learner_compiles(topology, packed):
     segment_ids = jax.ShapeDtypeStruct((2, 256), jnp.int32) if packed else None
 
     def loss(arrays, segment_ids):
-        mixed = cudnn_attention.attend(*arrays, 0, None, mesh=mesh, max_segments=4, segment_ids=segment_ids)[0]
+        mixed = cudnn_attention.attend(
+            *arrays, LayerPlace(0), None, mesh=mesh, max_segments=4, segment_ids=segment_ids
+        )[0]
         return jnp.sum(mixed, dtype=jnp.float32)
 
     with gpus.answering_for(devices[0]):

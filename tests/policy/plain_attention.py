@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reinforce_ada_jax.policy import transformer
+from reinforce_ada_jax.policy.transformer import LayerPlace, causal_attend
 
 
 def make_case(length, heads, kv_heads, head_dim, rows=2):
@@ -20,12 +20,12 @@ def make_case(length, heads, kv_heads, head_dim, rows=2):
     return (query, key, value), jnp.asarray(segment_ids)
 
 
-@functools.partial(jax.jit, static_argnames="attend")
-def _both(arrays, segment_ids, attend):
+@functools.partial(jax.jit, static_argnames=("attend", "window"))
+def _both(arrays, segment_ids, attend, window, slides):
     """(mixed, gradients of a sum in which every element has a weight of its own)."""
 
     def weighted(arrays):
-        mixed, carry, kept = attend(*arrays, 0, None, segment_ids=segment_ids)
+        mixed, carry, kept = attend(*arrays, LayerPlace(0, window, slides), None, segment_ids=segment_ids)
         assert carry is None and kept is None
         return jnp.vdot(mixed, jax.random.normal(jax.random.key(1), mixed.shape)), mixed
 
@@ -33,10 +33,10 @@ def _both(arrays, segment_ids, attend):
     return mixed, gradients
 
 
-def check_attention(attend, arrays, segment_ids):
+def check_attention(attend, arrays, segment_ids, window=0, slides=None):
     """Fails if values or gradients differ from those of plain attention by more than rounding."""
-    mixed, gradients = _both(arrays, segment_ids, attend)
-    wanted, wanted_gradients = _both(arrays, segment_ids, transformer.causal_attend)
+    mixed, gradients = _both(arrays, segment_ids, attend, window, slides)
+    wanted, wanted_gradients = _both(arrays, segment_ids, causal_attend, window, slides)
     np.testing.assert_allclose(mixed, wanted, rtol=2e-5, atol=2e-5)
     for ours, plain in zip(gradients, wanted_gradients, strict=True):
         np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=1e-4)

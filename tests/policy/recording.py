@@ -15,7 +15,7 @@ from flax import nnx
 from reinforce_ada_jax.policy import huggingface, layers, transformer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2", "mistral_window", "gemma3")
 
 
 @functools.cache
@@ -31,26 +31,32 @@ def _modules(architecture, params, recording):
     model = transformer.merge(architecture, params)
     graph, stacked = nnx.split(model.layers)
     layer = nnx.merge(graph, jax.tree.map(lambda weight: weight[-1], nnx.to_pure_dict(stacked)))
-    x, epsilon = recording["layer_input"], architecture.norm_epsilon
+    x = recording["layer_input"]
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     into = {
         "attention_norm": x, "attention": recording["attention_norm"],
         "feed_forward_norm": x + recording["attention"], "feed_forward": recording["feed_forward_norm"],
     }  # fmt: skip
-    if architecture.norm_after:
+    if architecture.norm_place == "around":
+        into["feed_forward_norm"] = x + layers.norm(
+            architecture, into["feed_forward_norm"] - x, layer.attention_out_norm[...]
+        )
+    if architecture.norm_place == "after":
         into = {
             "attention_norm": recording["attention"], "attention": x,
             "feed_forward_norm": recording["feed_forward"], "feed_forward": x + recording["attention_norm"],
         }  # fmt: skip
-    query, key, value = layer.attention.project(into["attention"], positions)
-    mixed, _, _ = transformer.causal_attend(query, key, value, 0, None)
+    slides = jnp.asarray(architecture.num_layers - 1 in architecture.sliding_layers) if architecture.window else None
+    query, key, value = layer.attention.project(into["attention"], positions, slides)
+    place = transformer.LayerPlace(0, architecture.window, slides)
+    mixed, _, _ = transformer.causal_attend(query, key, value, place, None)
     return {
         "frequencies": layers.rotary_frequencies(architecture),
-        "attention_norm": layers.rms_norm(into["attention_norm"], layer.attention_norm[...], epsilon),
+        "attention_norm": layers.norm(architecture, into["attention_norm"], layer.attention_norm[...]),
         "query": query,
         "key": key,
         "attention": layer.attention.merge_heads(mixed),
-        "feed_forward_norm": layers.rms_norm(into["feed_forward_norm"], layer.mlp_norm[...], epsilon),
+        "feed_forward_norm": layers.norm(architecture, into["feed_forward_norm"], layer.mlp_norm[...]),
         "feed_forward": layer.mlp(into["feed_forward"]),
     }
 
@@ -67,14 +73,16 @@ def check_layer(architecture, params, recording):
     """The last layer as `transformer.run` composes it, to 1e-5: a model of that layer, embedding its recorded input."""
     x = recording["layer_input"]
     rows, length, width = x.shape
-    unrotated = (0,) if architecture.num_layers - 1 in architecture.unrotated_layers else ()
-    alone = dataclasses.replace(
-        architecture, num_layers=1, vocab_size=rows * length, unrotated_layers=unrotated
-    )  # fmt: skip
-    last = {"layers": jax.tree.map(lambda weight: weight[-1:], params["layers"])}
-    model = transformer.merge(alone, params | last | {"embedding": jnp.asarray(x.reshape(-1, width))})
+    last = architecture.num_layers - 1
+    kinds = {
+        name: (0,) if last in getattr(architecture, name) else () for name in ("unrotated_layers", "sliding_layers")
+    }
+    alone = dataclasses.replace(architecture, num_layers=1, vocab_size=rows * length, **kinds)
+    weights = {"layers": jax.tree.map(lambda weight: weight[-1:], params["layers"])}
+    embedding = x.reshape(-1, width) / (width**0.5 if architecture.is_gemma else 1.0)
+    model = transformer.merge(alone, params | weights | {"embedding": jnp.asarray(embedding)})
     hidden = transformer.hidden_states(model, jnp.arange(rows * length).reshape(rows, length), dtype=jnp.float32)
-    normed = layers.rms_norm(jnp.asarray(recording["layer"]), params["final_norm"], architecture.norm_epsilon)
+    normed = layers.norm(architecture, jnp.asarray(recording["layer"]), params["final_norm"])
     np.testing.assert_allclose(hidden, normed, rtol=1e-5, atol=1e-5)
 
 

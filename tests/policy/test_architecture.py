@@ -53,13 +53,22 @@ OLMO2_1B = {
     "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-06,
     "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352,
 }  # fmt: skip
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None, "bos_token_id": 2,
+    "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}  # fmt: skip
 PUBLISHED = {
     "qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B, "mistral": MISTRAL_7B, "smollm3": SMOLLM3_3B,
-    "olmo2": OLMO2_1B,
+    "olmo2": OLMO2_1B, "gemma3_text": GEMMA3_1B,
 }  # fmt: skip
 COUNTS = {
     "qwen2": 1543714304, "qwen3": 4022468096, "llama": 3212749824, "mistral": 7248023552, "smollm3": 3075098624,
-    "olmo2": 1484916736,
+    "olmo2": 1484916736, "gemma3_text": 999885952,
 }  # fmt: skip
 
 
@@ -112,6 +121,23 @@ def test_to_hf_and_back(family):
     assert from_hf(old) == from_hf(new) == architecture
 
 
+def test_gemma_slides_five_layers_of_six():
+    gemma = from_hf(GEMMA3_1B)
+    assert gemma.sliding_layers == tuple(layer for layer in range(26) if layer % 6 != 5)
+    assert (gemma.window, gemma.sliding_theta, gemma.rope_theta, gemma.tied_embedding) == (512, 1e4, 1e6, True)
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 5
+    assert from_hf(GEMMA3_1B | {"layer_types": kinds[:26], "sliding_window_pattern": 3}) == gemma
+    # The count of google/gemma-3-270m.
+    small = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18}
+    assert from_hf(GEMMA3_1B | small).num_parameters == 268098176
+
+
+def test_a_window_of_mistral_is_one_of_all_layers():
+    mistral = from_hf(MISTRAL_7B | {"sliding_window": 4096})
+    assert (mistral.window, mistral.sliding_layers, mistral.sliding_theta) == (4096, tuple(range(32)), None)
+    assert from_hf(to_hf(mistral, "bfloat16")) == mistral
+
+
 def test_no_stop_token_and_several():
     assert from_hf(QWEN3_4B | {"eos_token_id": None}).eos_ids == ()
     assert from_hf(QWEN3_4B | {"eos_token_id": [7, 8]}).eos_ids == (7, 8)
@@ -128,11 +154,24 @@ def test_null_is_no_value():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, smollm3, olmo2"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, smollm3, olmo2, gemma3_text",
+        ),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"hidden_act": "gelu"}, "sets hidden_act = 'gelu'"),
         ({"use_sliding_window": True}, "sets use_sliding_window = True"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sets sliding_window = 4096"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0; it must be a whole number from 1"),
+        (
+            {"model_type": "gemma3_text", "hidden_act": None, "query_pre_attn_scalar": 168},
+            "sets query_pre_attn_scalar = 168",
+        ),
+        ({"final_logit_softcapping": 30.0}, "sets final_logit_softcapping = 30.0"),
+        ({"model_type": "gemma3_text", "head_dim": 256, "hidden_act": "silu"}, "sets hidden_act = 'silu'"),
+        (
+            {"model_type": "gemma3_text", "head_dim": 256, "hidden_act": None, "layer_types": ["full_attention"]},
+            "layer_types = .*36 times sliding_attention or full_attention",
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "no_rope_layers = .* must be 36 numbers, 0 or 1"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0.5}, "no_rope_layer_interval = 0.5"),
         ({"mlp_bias": True}, "sets mlp_bias = True"),

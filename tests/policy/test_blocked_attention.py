@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from reinforce_ada_jax.policy import blocked_attention
-from reinforce_ada_jax.policy.transformer import REMAT
+from reinforce_ada_jax.policy.transformer import REMAT, LayerPlace
 from tests.policy.plain_attention import check_attention, make_case
 
 
@@ -18,11 +18,17 @@ def test_equals_plain_attention(length, heads, segmented):
     check_attention(blocked_attention.attend, arrays, segment_ids if segmented else None)
 
 
+@pytest.mark.parametrize("slides", [True, False])
+def test_a_window_is_that_of_plain_attention(slides):
+    arrays, segment_ids = make_case(300, 4, 2, 16)
+    check_attention(blocked_attention.attend, arrays, segment_ids, 50, jnp.asarray(slides))
+
+
 def test_the_backward_pass_keeps_no_scores():
     arrays, _ = make_case(240, 4, 2, 16)
 
     def loss(query, key, value):
-        return blocked_attention.attend(query, key, value, 0, None)[0].sum()
+        return blocked_attention.attend(query, key, value, LayerPlace(0), None)[0].sum()
 
     # Beside the arguments: the result [2, 2, 2, 240, 16], and a number for each query of a head.
     kept = jax.eval_shape(lambda *x: jax.vjp(jax.checkpoint(loss, policy=REMAT["dots"]), *x)[1], *arrays)
@@ -31,7 +37,7 @@ def test_the_backward_pass_keeps_no_scores():
 
 def test_keeps_the_dtype():
     def with_slopes(*arrays):
-        mixed, vjp = jax.vjp(lambda *x: blocked_attention.attend(*x, 0, None)[0], *arrays)
+        mixed, vjp = jax.vjp(lambda *x: blocked_attention.attend(*x, LayerPlace(0), None)[0], *arrays)
         return mixed, *vjp(mixed)
 
     arrays = [x.astype(jnp.bfloat16) for x in make_case(140, 4, 2, 16)[0]]

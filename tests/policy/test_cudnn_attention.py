@@ -10,6 +10,7 @@ import pytest
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import cudnn_attention
 from reinforce_ada_jax.policy.cudnn_attention import attend, cudnn, refusal, sequences
+from reinforce_ada_jax.policy.transformer import LayerPlace
 from tests.policy.plain_attention import check_attention, make_case
 
 
@@ -71,7 +72,9 @@ def test_lowers_to_kernels_of_cudnn(packed, axes, without_a_gpu):
     segment_ids = jax.ShapeDtypeStruct((8, 1024), jnp.int32) if packed else None
 
     def loss(arrays, segment_ids):
-        mixed = attend(*arrays, 0, None, mesh=make_mesh(**axes), max_segments=16, segment_ids=segment_ids)[0]
+        mixed = attend(*arrays, LayerPlace(0), None, mesh=make_mesh(**axes), max_segments=16, segment_ids=segment_ids)[
+            0
+        ]
         return jnp.sum(mixed, dtype=jnp.float32)
 
     program = jax.jit(jax.value_and_grad(loss)).trace(arrays, segment_ids)
@@ -86,7 +89,7 @@ def test_offsets_beyond_32_bits_are_refused(without_a_gpu):
     segment_ids = jax.ShapeDtypeStruct((rows, 4096), jnp.int32)
     with pytest.raises(ValueError, match="2,151,677,952 numbers.*raise learning.micro_batches"):
         jax.eval_shape(
-            lambda x, ids: attend(*x, 0, None, mesh=make_mesh(), max_segments=16, segment_ids=ids)[0],
+            lambda x, ids: attend(*x, LayerPlace(0), None, mesh=make_mesh(), max_segments=16, segment_ids=ids)[0],
             arrays, segment_ids,
         )  # fmt: skip
 

@@ -57,7 +57,9 @@ def test_the_product_is_that_of_the_merged_weight(inputs, outputs):
 # ---- in the decoder ----------------------------------------------------------------------------------------------
 
 
-SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama", "smollm3", "olmo2")]
+SLOW_FAMILIES = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama", "smollm3", "olmo2", "gemma3")
+]
 
 
 # The test below has a projection of qwen3.

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax.numpy as jnp
 import pytest
 
 from reinforce_ada_jax.distributed.mesh import make_mesh
@@ -23,6 +24,13 @@ def test_equals_plain_attention(length, heads, head_dim, segmented, axes):
     arrays, segment_ids = make_case(length, *heads, head_dim)
     attend = functools.partial(splash_attention.attend, mesh=make_mesh(**axes), interpret=True)
     check_attention(attend, arrays, segment_ids if segmented else None)
+
+
+@pytest.mark.parametrize("slides", [True, False])
+def test_a_window_is_that_of_plain_attention(slides):
+    arrays, segment_ids = make_case(240, 2, 1, 64)
+    attend = functools.partial(splash_attention.attend, mesh=make_mesh(), interpret=True)
+    check_attention(attend, arrays, segment_ids, 50, jnp.asarray(slides))
 
 
 @pytest.mark.parametrize("length, size, block", [(16, 128, 128), (240, 256, 256), (384, 384, 384), (3072, 3072, 512)])

@@ -18,11 +18,22 @@ def test_equals_transformers(family, check):
     check(*recording.golden(family))
 
 
-@pytest.mark.parametrize(("family", "switch"), [("llama", "rope_scaling"), ("smollm3", "unrotated_layers")])
-def test_the_golden_notices_where_and_how_positions_are_rotated(family, switch):
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", dict(rope_scaling=None)),
+        ("smollm3", dict(unrotated_layers=())),
+        ("gemma3", dict(sliding_theta=None)),
+        ("gemma3", dict(sliding_layers=(1,))),
+        ("gemma3", dict(window=8)),
+        ("mistral_window", dict(window=6)),
+        ("mistral_window", dict(window=8)),
+    ],
+)
+def test_the_golden_notices_how_positions_are_rotated_and_seen(family, changes):
     architecture, params, recorded = recording.golden(family)
-    without = dataclasses.replace(architecture, **{switch: None if switch == "rope_scaling" else ()})
-    difference = transformer.logits(without, params, jnp.asarray(recorded["tokens"])) - recorded["logits"]
+    changed = dataclasses.replace(architecture, **changes)
+    difference = transformer.logits(changed, params, jnp.asarray(recorded["tokens"])) - recorded["logits"]
     assert jnp.abs(difference[:, -1]).max() > 0.1
 
 
@@ -31,7 +42,8 @@ def test_the_golden_notices_every_weight(family):
     architecture, params, recorded = recording.golden(family)
     flat = transformer.flatten(params)
     for name in flat:
-        initial = jnp.ones_like(flat[name]) if name.endswith("norm") else jnp.zeros_like(flat[name])
+        one = name.endswith("norm") and not architecture.is_gemma
+        initial = jnp.ones_like(flat[name]) if one else jnp.zeros_like(flat[name])
         changed = transformer.nest(flat | {name: initial})
         difference = transformer.logits(architecture, changed, jnp.asarray(recorded["tokens"])) - recorded["logits"]
         # Softmax is blind to what a key bias adds to all keys alike; the rotation leaves some of it to be seen.

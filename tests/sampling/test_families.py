@@ -15,7 +15,10 @@ from tests.policy import recording
 from tests.sampling import tiny
 
 
-@pytest.mark.parametrize(("family", "tensor"), [("mistral", 1), ("smollm3", 1), ("olmo2", 1), ("olmo2", 2)])
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [("mistral", 1), ("smollm3", 1), ("olmo2", 1), ("olmo2", 2), ("mistral_window", 1), ("gemma3", 2)],
+)
 def test_the_engine_agrees_with_a_full_forward_pass(family, tensor):
     architecture, params, _ = recording.golden(family)
     mesh = mesh_lib.make_mesh(tensor=tensor)

@@ -32,6 +32,10 @@ LLAMA3_ROPE = dict(  # of wavelengths 6, 20, 63, ...: 6 < 32/4 stays, 20 is inte
     rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )  # fmt: skip
+GEMMA_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 CONFIGS = {
     "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-6),
     "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16, rms_norm_eps=1e-6),
@@ -44,6 +48,17 @@ CONFIGS = {
     # The first layer has no rotary positions, the last one has.
     "smollm3": transformers.SmolLM3Config(**SIZES, tie_word_embeddings=True, no_rope_layers=[0, 1], pad_token_id=0),
     "olmo2": transformers.Olmo2Config(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-6, pad_token_id=0),
+    "mistral_window": transformers.MistralConfig(**SIZES, tie_word_embeddings=True, sliding_window=7),
+    # The first layer slides, the last one does not; each kind has a rotary base of its own.
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=7,
+        rms_norm_eps=1e-6,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=GEMMA_ROPE,
+    ),
 }
 
 
@@ -99,9 +114,9 @@ def _record_modules(model: transformers.PreTrainedModel, recording: dict[str, np
     def keep_input(module, args):
         recording["layer_input"] = args[0].numpy()
 
-    norm_after = not hasattr(layer, "input_layernorm")
-    attention_norm = layer.post_attention_layernorm if norm_after else layer.input_layernorm
-    feed_forward_norm = layer.post_feedforward_layernorm if norm_after else layer.post_attention_layernorm
+    attention_norm = getattr(layer, "input_layernorm", layer.post_attention_layernorm)
+    after = getattr(layer, "post_feedforward_layernorm", layer.post_attention_layernorm)
+    feed_forward_norm = getattr(layer, "pre_feedforward_layernorm", after)
     modules = {
         "attention_norm": attention_norm, "attention": layer.self_attn, "layer": layer,
         "feed_forward_norm": feed_forward_norm, "feed_forward": layer.mlp,
@@ -113,7 +128,9 @@ def _record_modules(model: transformers.PreTrainedModel, recording: dict[str, np
 def record(model: transformers.PreTrainedModel, seed: int, length: int = 24, count: int = 16) -> dict[str, np.ndarray]:
     """Records the arrays of the module's docstring, for two rows of `length` random tokens."""
     tokens = np.random.default_rng(seed).integers(3, model.config.vocab_size, (2, length)).astype(np.int32)
-    recording = {"tokens": tokens, "frequencies": model.model.rotary_emb.inv_freq.numpy()}
+    rotary = model.model.rotary_emb
+    frequencies = rotary.full_attention_inv_freq if hasattr(rotary, "full_attention_inv_freq") else rotary.inv_freq
+    recording = {"tokens": tokens, "frequencies": frequencies.numpy()}
     family = sys.modules[type(model).__module__]
     rotate = family.apply_rotary_pos_emb
 
