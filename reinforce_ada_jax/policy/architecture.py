@@ -227,7 +227,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
                 f"config.json sets {key} = {config.get(key)!r}, which no released {family} model here uses."
             )
     heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or HEAD_DIMS.get(family, config["hidden_size"] // heads)
+    head_dim = config.get("head_dim") or HEAD_DIMS.get(family) or config["hidden_size"] // heads
     if head_dim < 2 or head_dim % 2:
         raise ValueError(
             f"config.json gives heads of {head_dim} numbers (head_dim, or hidden_size {config['hidden_size']} / "
@@ -264,7 +264,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
 
 
 def _gemma_config(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma's classes read beside the others' keys."""
+    """The keys of Gemma's classes beside the others'."""
     slides = ["full_attention", "sliding_attention"]
     return {
         "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",

@@ -47,7 +47,7 @@ TABLE = {
     "final_norm": ("D", "model.norm.weight", "D"),
     "head": ("D V", "lm_head.weight", "V D"),
 }
-# What other architectures have instead, or besides.
+# What other architectures have instead, or have more.
 NORM_AFTER = {
     "layers.attention_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
     "layers.mlp_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),

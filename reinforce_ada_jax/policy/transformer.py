@@ -47,9 +47,9 @@ REMAT = {
 
 
 class LayerPlace(NamedTuple):
-    """Which layer it is, and what its tokens see."""
+    """The place of a layer among others, and how far its tokens see."""
 
-    index: Int[Array, ""] | int
+    number: Int[Array, ""] | int
     window: int = 0  # of a sliding layer, as of `Architecture`
     slides: Bool[Array, ""] | None = None  # None: no layer of the model does
 

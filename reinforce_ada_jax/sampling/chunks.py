@@ -153,7 +153,7 @@ def prefill_chunk(
     visible = visible_pages(table, lengths, page_size, options.pages)
 
     def attend(query, key, value, layer, pools):
-        first = layer.index * options.pages
+        first = layer.number * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, chunk.position % page_size, mesh)
         if backend == "invariant":  # as in decoding
             mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend, reach=layer.reach)

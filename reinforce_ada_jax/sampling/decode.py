@@ -163,7 +163,7 @@ def _forward(
     rowwise = choose_rowwise(options.attention, slots.active)
 
     def attend(query, key, value, layer, pools):
-        first = layer.index * options.pages
+        first = layer.number * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, slots.position % page_size, mesh)
         table = first + slots.table
         mixed = paged_attention(
