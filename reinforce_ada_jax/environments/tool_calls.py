@@ -37,9 +37,7 @@ def partial_length(text: str, word: str) -> int:
 def parse_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
     """Returns the text before the calls, and the calls; the whole text and none where they cannot be read.
 
-    Args:
-      text: of a finished response.
-      names: of the functions that the request offers. JSON alone is a call only if it names one of them.
+    JSON alone is a call only if it names one of the functions that the request offers, `names`.
     """
     if OPEN in text:
         before, *blocks = text.split(OPEN)

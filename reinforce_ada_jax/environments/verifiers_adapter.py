@@ -22,14 +22,10 @@ from reinforce_ada_jax.environments.verifiers_agent import Agent, Chat, Tool, to
 
 
 def adapt(settings: Any) -> "type[Environment]":
-    """Returns the class of an environment.
-
-    Args:
-      settings: the id of a taskset, which is the name of an installed package; or the `EnvConfig` of an environment.
+    """Returns the class of an environment, from the id of a taskset, an installed package, or from its `EnvConfig`.
 
     Raises:
       Invalid: the environment needs what is not here: a second model, a container, a program as its agent.
-      Exception: verifiers can't read the package or the settings.
     """
     config = vf.resolve_env_config({"taskset": {"id": settings}} if isinstance(settings, str) else settings)
     host = _Host(vf.load_environment(config))
@@ -58,7 +54,6 @@ class Environment:
 
     @classmethod
     def shut_down(cls) -> None:
-        """Ends all episodes of this process, and what they share."""
         cls.host.run(cls.host.stop())
         cls.host.loop.close()
 
@@ -143,7 +138,6 @@ class _Model(vf.Client):
     async def get_response(
         self, dialect, body, sampling, session_id: Any = None, turn=None, headers=None
     ) -> "vf.Response":
-        """Returns the next turn."""
         message = await self.episodes[session_id].ask(body["messages"])
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}
@@ -164,7 +158,6 @@ class _Host:
         self.shared: dict[str, Tool] = {}
 
     def run(self, awaitable: Any) -> Any:
-        """Runs the loop until something is done, and returns its result."""
         return self.loop.run_until_complete(awaitable)
 
     async def start(self) -> list[dict[str, Any]]:
@@ -184,7 +177,6 @@ class _Host:
         return [tool.schema for tool in tools.values()]
 
     async def stop(self) -> None:
-        """Ends the episodes and what they share."""
         given_up = asyncio.all_tasks() - {asyncio.current_task()}
         for task in given_up:
             task.cancel()
@@ -256,7 +248,6 @@ class _Episode:
         return float(trace.reward)
 
     def begin(self, trace: "vf.Trace") -> None:
-        """Notes the trace of the agent's run."""
         if self.trace is not None:
             raise Invalid("the environment ran its agent twice: a trajectory is one conversation")
         self.trace = trace

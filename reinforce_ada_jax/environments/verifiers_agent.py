@@ -150,6 +150,5 @@ class Chat(vf.Harness):
         return await tools[name].call(arguments, state) if name in tools else f"error: unknown tool {name!r}"
 
     async def cleanup(self, trace: "vf.Trace", runtime: "vf.Runtime") -> None:
-        """Ends the tools of the task."""
         for toolset in self.toolsets:
             await toolset._exit_stack.aclose()

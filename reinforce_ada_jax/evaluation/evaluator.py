@@ -55,7 +55,6 @@ def known_pass_rates(prompts: Sequence[Prompt]) -> dict[str, float]:
 
 
 def load_evaluator(config: Config, components: Components) -> "Evaluator | None":
-    """Returns the evaluator of a training run; None without benchmarks."""
     benchmarks = load_benchmarks(components, config)
     return Evaluator(benchmarks) if benchmarks else None
 
@@ -87,7 +86,6 @@ def as_metrics(results: Mapping[str, Statistics]) -> Metrics:
 
 
 def results_file(workdir: pathlib.Path, iteration: int) -> pathlib.Path:
-    """Path of the metrics of an iteration's evaluation."""
     return workdir / "evaluations" / f"{iteration:06d}.json"
 
 

@@ -215,7 +215,6 @@ def _with_valid_reference(
 
 
 def num_correct(drawn: GradedResponses) -> dict[str, int]:
-    """Returns the number of correct responses by problem id."""
     return {name: sum(response.verdict.correct for response in draws) for name, draws in drawn.items()}
 
 
@@ -240,10 +239,6 @@ def few_prompts(count: int, wanted: int) -> str:
         f"there are {count:,}. Give more problems, widen the pass rates, or train with "
         f"--config.collection.prompts_per_iteration and --config.learning.prompts_per_update of at most {count:,}."
     )
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _write(
@@ -282,8 +277,8 @@ def _write(
     content = file.read_bytes() if file.is_file() else json.dumps(list(map(to_row, problems))).encode()
     text = "".join(json.dumps(to_row(problem), ensure_ascii=False) + "\n" for problem in chosen)
     manifest = {
-        "input": {"source": source, "sha256": _sha256(content)},
-        "output": {"file": files.output.name, "sha256": _sha256(text.encode())},
+        "input": {"source": source, "sha256": hashlib.sha256(content).hexdigest()},
+        "output": {"file": files.output.name, "sha256": hashlib.sha256(text.encode()).hexdigest()},
         "model": {"path": config.model.path, "fingerprint": drawn["model"]},
         "seed": config.seed,
         "samples": samples,

@@ -50,7 +50,6 @@ class GradedResponse:
 
     @classmethod
     def of(cls, response: Response, verdict: Verdict) -> "GradedResponse":
-        """Returns the record of a drawn response."""
         return cls(response.num_sampled, response.truncated, verdict)
 
 
@@ -268,7 +267,6 @@ class ResponseStore:
         return {name: [draws[draw] for draw in range(samples)] for name, draws in found if len(draws) == samples}
 
     def missing(self, prompts: Iterable[Prompt], samples: int) -> list[Prompt]:
-        """Returns the prompts that lack some of their `samples` responses."""
         return [prompt for prompt in prompts if not self.complete([prompt], samples)]
 
     def add(self, entries: Iterable[tuple[str, int, str, GradedResponse]]) -> None:

@@ -32,7 +32,6 @@ class Comparison:
     sentence: str  # on the last run beside the first; "" for one run, and before both were evaluated while training
 
     def text(self) -> str:
-        """Table for the terminal."""
         header = [self.title, *map(str, self.updates), "updates", *self.cost_names]
         rows = [header]
         for run in self.runs:

@@ -161,7 +161,6 @@ def unique_names(workdirs: Sequence[pathlib.Path]) -> list[str]:
 
 
 def with_unique_names(histories: Sequence[History]) -> list[History]:
-    """Returns the runs with names that differ."""
     names = unique_names([history.workdir for history in histories])
     return [dataclasses.replace(history, name=name) for history, name in zip(histories, names, strict=True)]
 

@@ -116,7 +116,6 @@ class _Server(http.server.ThreadingHTTPServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def request_arrived(self, request: socket.socket) -> None:
-        """Notes that the headers of a request are complete."""
         with self._lock:
             timer = self._open.get(request)
             if timer is None:
@@ -125,7 +124,6 @@ class _Server(http.server.ThreadingHTTPServer):
         timer.cancel()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers one request."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -150,7 +148,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Returns the address of the page, for a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

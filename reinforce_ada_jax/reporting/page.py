@@ -136,8 +136,6 @@ def figure_data(figures: Sequence[Figure], runs: Sequence[int]) -> list[dict[str
 
 
 def comparison_data(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """Returns the tables of the summary."""
-
     def row(run: ComparedRun) -> dict[str, Any]:
         averages = {at: list(map(_number, pair)) for at, pair in run.averages.items()}
         return {**run._asdict(), "averages": averages}
@@ -196,7 +194,6 @@ def render(content: dict[str, Any]) -> str:
 
 
 def write(output: pathlib.Path, page: str) -> pathlib.Path:
-    """Writes output/index.html; returns its path."""
     output.mkdir(parents=True, exist_ok=True)
     file = output / "index.html"
     # Names of folders may hold surrogates.

@@ -79,7 +79,6 @@ def _draw_curves(axis: Axes, panel: Panel, theme: Mapping) -> None:
 
 
 def _draw_bars(axis: Axes, panel: Panel, theme: Mapping) -> None:
-    """Draws bars of parts with a legend."""
     parts = list(dict.fromkeys(part for bar in panel.bars.values() for part in bar))
     positions = np.arange(len(panel.bars))[::-1]
     left = np.zeros(len(panel.bars))

@@ -41,7 +41,6 @@ class Progress:
         return self._bar.n
 
     def phase(self, text: str) -> None:
-        """Shows the phase within the current iteration."""
         self._bar.set_postfix_str(f"{text}  {self._numbers}", refresh=False)
         self._bar.update(0)
 
@@ -52,7 +51,6 @@ class Progress:
         self._bar.update(1)
 
     def reach(self, done: int, text: str = "") -> None:
-        """Sets the number of finished units."""
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(done - self._bar.n)
 

@@ -32,11 +32,7 @@ def _metrics(line: Any) -> Metrics:
 
 
 def read_metrics(workdir: pathlib.Path) -> list[Metrics]:
-    """Returns the finished lines of metrics.jsonl, one object per iteration.
-
-    Raises:
-      ValueError: a finished line is not an object with an iteration.
-    """
+    """Returns the finished lines of metrics.jsonl, one object per iteration."""
     kind, remedy = "an object with the metrics of an iteration", "Remove the line."
     return list(read_records(workdir / "metrics.jsonl", _metrics, kind, remedy))
 
@@ -67,7 +63,6 @@ class MetricsWriter:
         self.plot(iteration, metrics)
 
     def plot(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
-        """Writes to the trackers only."""
         if self._tensorboard is not None:
             self._tensorboard.write(iteration, metrics)
         if self._wandb is not None:
@@ -135,7 +130,6 @@ def _config(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _silence(quiet: bool) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that prints nothing, if `quiet`."""
     return contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext()
 
 

@@ -351,7 +351,6 @@ def run_test(connection):
 
 
 def run_program(connection):
-    """Runs the program's text, then serves its names."""
     sys.modules["solution"] = types.ModuleType("solution")
     namespace = sys.modules["solution"].__dict__
     with open("program.py", encoding="utf-8") as file:

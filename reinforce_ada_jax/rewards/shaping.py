@@ -38,5 +38,4 @@ class Shaping:
         return dataclasses.replace(verdict, correct=correct, penalty=share if correct else 0.0)
 
     def all(self, verdicts: list[Verdict], lengths: list[int]) -> list[Verdict]:
-        """Returns the shaped verdicts in order."""
         return [self(verdict, length) for verdict, length in zip(verdicts, lengths, strict=True)]

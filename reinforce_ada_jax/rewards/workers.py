@@ -185,7 +185,6 @@ class VerifierPool:
             raise ValueError("grading outside of the pool's `with` block: its workers live only inside. Enter it.")
 
     def _request(self, grader: str, pair: Pair) -> dict[str, Any]:
-        """Returns what `rewards.worker` is asked."""
         columns = dict(pair[2]) if len(pair) > 2 and self._takes_columns[grader] else {}
         index = list(self._graders).index(grader)
         return {"grader": index, "response": pair[0], "answer": pair[1], "columns": columns}

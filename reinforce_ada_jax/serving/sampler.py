@@ -141,7 +141,6 @@ class Sampler:
 
     @property
     def busy(self) -> bool:
-        """True if a turn has something to do."""
         return bool(self._waiting or self._cancelled or self._open or self._previous is not None)
 
     @property

@@ -62,7 +62,6 @@ class Admission:
             await refuse(self._counts, context, grpc.StatusCode.INVALID_ARGUMENT, why)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers both methods of JetStream's service."""
         handlers = {
             "Decode": grpc.stream_stream_rpc_method_handler(
                 self.decode, response_serializer=pb2.DecodeResponse.SerializeToString

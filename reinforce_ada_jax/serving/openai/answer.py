@@ -91,7 +91,6 @@ class Answer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, make)
 
     def whole(self) -> dict[str, Any]:
-        """Returns the answer when all responses have ended."""
         choices: list[dict[str, Any]] = []
         for choice in self._call.choices:
             text, calls, reason = self._end(choice)

@@ -72,7 +72,6 @@ class App:
         return sum(backend.sampler.num_running for backend in self._backends.values())
 
     def asgi(self) -> Starlette:
-        """Returns the application."""
         routes = [
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._guarded(self._metrics_page), methods=["GET"]),

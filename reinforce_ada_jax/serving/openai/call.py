@@ -194,7 +194,6 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        """Time since the request."""
         return time.monotonic() - self._begun
 
     async def changed(self) -> None:

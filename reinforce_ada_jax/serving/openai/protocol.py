@@ -40,7 +40,6 @@ class Invalid(Refusal):
 
 
 def error_response(refusal: Refusal) -> Response:
-    """Returns an error in OpenAI's format."""
     headers = {"Retry-After": "1"} if refusal.status in RETRIED else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -48,7 +47,6 @@ def error_response(refusal: Refusal) -> Response:
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
-    """Returns the content of an error."""
     kind, code = ERRORS.get(refusal.status, ERRORS[400])
     param = refusal.param if isinstance(refusal, Invalid) else None
     code = (refusal.code if isinstance(refusal, Invalid) else None) or code
@@ -114,7 +112,6 @@ class Request(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end a response."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property

@@ -41,7 +41,6 @@ class ScoreQueue:
         self._programs: dict[tuple[int, int], Future[Any]] = {}
 
     def submit(self, job: ScoreJob) -> None:
-        """Queues a text, from any thread."""
         self._waiting.append(job)
         self._wake.set()
 

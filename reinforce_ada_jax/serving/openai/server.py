@@ -112,7 +112,6 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> tuple[boo
 
 
 async def _stop_with_others(server: uvicorn.Server) -> None:
-    """Stops the server when another process of it was told to end."""
     while not processes.asked_to_stop():
         await asyncio.sleep(IDLE_S)
     server.should_exit = True

@@ -59,7 +59,6 @@ class App:
         service.on_result = self._announce
 
     def asgi(self) -> Starlette:
-        """Returns the application."""
         service, asked = self.service, self._asked
         post = {
             "client/config": self._client_config,
@@ -187,8 +186,6 @@ class App:
         return _future(self.service.submit(message.model_id, message.seq_id, "forward_backward", body))
 
     def _of_model(self, kind: str) -> Handler:
-        """Returns the handler of a request of one model."""
-
         async def submit(request: Request) -> Response:
             body = await self._json(request)
             asked = protocol.parse(_ModelRequest, body)

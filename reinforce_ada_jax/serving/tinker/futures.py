@@ -35,7 +35,6 @@ class SampleFutures:
         return collections.Counter(future.session for future in self.waiting.values())
 
     def add(self, request_id: str, session: str) -> SampleFuture:
-        """Returns a future that waits for its answer."""
         self.waiting[request_id] = future = SampleFuture(session)
         return future
 

@@ -145,7 +145,6 @@ class Result:
 
 
 def json_result(value: pydantic.BaseModel | Mapping[str, Any]) -> Result:
-    """Returns a JSON answer."""
     content = value.model_dump(mode="json", exclude_none=True) if isinstance(value, pydantic.BaseModel) else value
     return Result(JSON, json.dumps(content).encode())
 
@@ -156,7 +155,6 @@ def error_result(message: str, category: str = USER) -> Result:
 
 
 def loss_result(logprobs: Sequence[Float[np.ndarray, " T"]], losses: Sequence[Float[np.ndarray, " T"]]) -> Result:
-    """Returns the answer to `forward_backward`."""
     fields = {"logprobs": _batched(logprobs), "elementwise_loss": _batched(losses)}
     message = pb2.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord",

@@ -48,7 +48,6 @@ def start_worker(settings: ServerSettings, models: list[Served]) -> tuple[Servic
 
 
 def run(settings: ServerSettings, models: list[Served]) -> None:
-    """Serves until SIGINT or SIGTERM."""
     started = time.monotonic()
     with cli.user_input():
         listener = bind(settings.host, settings.port)

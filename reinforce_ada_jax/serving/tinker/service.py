@@ -109,7 +109,6 @@ class Service:
         return types.CreateSessionResponse(session_id=session)
 
     def heartbeat(self, session: str) -> types.SessionHeartbeatResponse:
-        """Notes that the client of a session is there."""
         with self.lock:  # it may end meanwhile
             self._check_session(session)
             self.seen[session] = time.monotonic()
@@ -142,7 +141,6 @@ class Service:
                 base.sampler.cancel(job)
 
     def end_silent_sessions(self) -> None:
-        """Ends the sessions whose clients have been silent for too long."""
         limit = self.settings.session_s
         for session, seen in list(self.seen.items()):
             if time.monotonic() - seen > limit:
@@ -151,7 +149,6 @@ class Service:
     # ---- models --------------------------------------------------------------------------------------------------
 
     def base(self, name: str | None) -> Base:
-        """Returns a served base."""
         if name not in self.bases:
             raise Refusal(400, f"base_model is {name!r:.160}; this server has {', '.join(self.bases)}.")
         return self.bases[name]
@@ -192,7 +189,6 @@ class Service:
         return request_id
 
     def get_info(self, model_id: str) -> types.GetInfoResponse:
-        """Returns what a model is."""
         model = self.model(model_id)
         base = self.bases[model.base]
         data = {"arch": base.architecture.family, "model_name": base.name, "tokenizer_id": base.tokenizer_id}
@@ -215,7 +211,6 @@ class Service:
         return types.CreateSamplingSessionResponse(sampling_session_id=name)
 
     def sampler(self, sampler_id: str) -> SamplerRow:
-        """Returns a sampling session."""
         found = self.store.sampler(sampler_id)
         if found is None:
             raise Refusal(404, f"sampler {sampler_id!r:.160} is unknown, or has ended with its session.")
@@ -322,7 +317,6 @@ class Service:
         self.on_result(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request for samples."""
         with self.lock:
             if request_id in self.samples.waiting:
                 self._drop(request_id, "the client cancelled this request.")
@@ -342,7 +336,6 @@ class Service:
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def folder(self, path: str) -> pathlib.Path:
-        """Returns the folder of a checkpoint's path."""
         model, kind, name = path.removeprefix(SCHEME).split("/")
         return self.workdir / "checkpoints" / model / kind / name
 
@@ -354,12 +347,10 @@ class Service:
         return found
 
     def remove_checkpoint(self, path: str) -> None:
-        """Deletes a checkpoint and its files."""
         self.store.remove_checkpoint(path)
         shutil.rmtree(self.folder(path), ignore_errors=True)
 
     def weights_info(self, path: str) -> protocol.WeightsInfoResponse:
-        """Returns what a checkpoint has adapters of."""
         checkpoint = self.checkpoint(path)
         model = self.model(checkpoint.model)
         return protocol.WeightsInfoResponse(

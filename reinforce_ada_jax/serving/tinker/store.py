@@ -90,7 +90,6 @@ class RequestRow:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Returns True if an error is that of a disk without space."""
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -125,7 +124,6 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Makes all changes inside of it together, or none."""
         with self._lock:
             if self._db.in_transaction:
                 yield
@@ -188,15 +186,12 @@ class Store:
         self._insert("models", model)
 
     def models(self) -> list[ModelRow]:
-        """Returns all models, the ended ones too."""
         return [_record(ModelRow, row) for row in self._run("SELECT * FROM models ORDER BY created")]
 
     def model(self, model_id: str) -> ModelRow | None:
-        """Returns a model, ended or not."""
         return self._one(ModelRow, "SELECT * FROM models WHERE id = ?", model_id)
 
     def set_state(self, model: str, seq: int) -> None:
-        """Names the request after which the model's stored state is."""
         self._run("UPDATE models SET state_seq = ? WHERE id = ?", seq, model)
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -282,7 +277,6 @@ class Store:
         self._insert("checkpoints", checkpoint, "REPLACE")
 
     def checkpoints(self) -> list[CheckpointRow]:
-        """Returns all checkpoints, by time."""
         return [_record(CheckpointRow, row) for row in self._run("SELECT * FROM checkpoints ORDER BY created")]
 
     def checkpoint(self, path: str) -> CheckpointRow | None:

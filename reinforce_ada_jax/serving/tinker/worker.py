@@ -220,7 +220,6 @@ class Worker:
         return result
 
     def _add(self, request: RequestRow, session: str, model: Model, metadata: object, result: Result) -> Result:
-        """Adds a new model and its state."""
         with self.store.transaction():
             self.store.add_model(ModelRow(
                 model.id, session, model.base.name, model.lora.rank, model.lora.targets, dict(metadata or {}),  # pyright: ignore
