@@ -6,6 +6,7 @@ import errno
 import functools
 import gc
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -17,6 +18,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.config import Config, aliases, config_files, reference, resolve
 from reinforce_ada_jax.files.buckets import BucketError
 
@@ -43,12 +45,12 @@ _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno
 Groups = Mapping[str, Collection[str]]
 
 
-class _UnknownKeyError(KeyError):
+class _WrongConfigError(KeyError):
     pass
 
 
 def _check_key(config: Any, key: str) -> None:
-    """Raises _UnknownKeyError, with the whole message, if a ConfigDict has no such dotted key."""
+    """Raises _WrongConfigError, with the whole message, if a ConfigDict has no setting of such a dotted key."""
     section, place = config, ""
     for name in key.split("."):
         if not isinstance(section, ConfigDict):
@@ -60,13 +62,22 @@ def _check_key(config: Any, key: str) -> None:
             where, page = (f"the section {place[:-1]}", f"={place[:-1]}") if place else ("a configuration", "")
             keys = f"{where} has {', '.join(section.keys())}. --help{page} describes them."
             remedy = aliases.hint(key) or (f"did you mean {near[0]!r}?" if near else keys)
-            raise _UnknownKeyError(f"unknown configuration key {key!r}: {remedy}")
+            raise _WrongConfigError(f"unknown configuration key {key!r}: {remedy}")
         section, place = section[name], f"{place}{name}."
+    if isinstance(section, ConfigDict):
+        raise _WrongConfigError(f"--config.{key} is a section: set one of its keys. --help={key} describes them.")
 
 
 class _ConfigParser(config_flags.ConfigFileFlagParser):
     def parse(self, path: str) -> Any:
-        config = super().parse(config_files.config_file(path))
+        file = config_files.config_file(path)
+        try:
+            user_code.check(pathlib.Path(file.partition(":")[0]), f"--config is {path!r}", "get_config")
+        except ValueError as error:  # absl would put the flag before it
+            raise _WrongConfigError(f"{error} Name a file such as configs/tiny.py.") from error
+        config = super().parse(file)
+        if config is None or isinstance(config, dict):
+            raise _WrongConfigError(f"get_config() of {file} returned {config!r:.40}, and no configuration.")
         for argument in sys.argv[1:]:
             if override := re.match(r"--?config\.([^=]+)", argument):
                 _check_key(config, override[1])
@@ -229,11 +240,19 @@ def _wrong_type(message: str) -> str:
     return f"--{name} is {value!r}; it must be {expected}{example}.{described}"
 
 
+def _check_paths() -> None:
+    for name in {"workdir", "output", "input"} & {*flags.FLAGS}:
+        if flags.FLAGS[name].present and not flags.FLAGS[name].value:
+            fail(f"--{name} is empty: give it a path.")
+
+
 def _parse(argv: list[str], groups: Groups) -> list[str]:
     for argument in argv[1:]:
         asked = re.fullmatch(r"-h|--?help(?:full)?(?:=(\w*))?", argument)
         if asked:
             _show_help(asked[1] or "", groups)
+    home = os.path.expanduser("~")  # shells replace ~ in a word of its own only
+    argv[1:] = [re.sub(r"^(--?[\w.]+=)~(?=/)", lambda found: found[1] + home, argument) for argument in argv[1:]]
     if "config" in flags.FLAGS:
         with user_input():
             arguments, notes = aliases.translate(argv[1:])
@@ -250,8 +269,9 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
     except flags.Error as error:
         # Where a config file fails, ml_collections puts the whole stack trace in between.
         lines = str(error).strip().splitlines()
-        fail(_wrong_type(lines[-1]) or " ".join(dict.fromkeys((lines[0], lines[-1]))))
-    except _UnknownKeyError as error:
+        remedy = " --help describes the flags." * lines[0].startswith("Unknown command line flag")
+        fail(_wrong_type(lines[-1]) or " ".join(dict.fromkeys((lines[0], lines[-1]))) + remedy)
+    except _WrongConfigError as error:
         fail(error.args[0])
     except (AttributeError, KeyError) as error:
         # ml_collections names the nearest known key, in quotes within quotes.
@@ -268,6 +288,7 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
         fail(f"--config: {str(error).splitlines()[-1].strip()}. Name a file such as configs/tiny.py.")
     finally:
         sys.dont_write_bytecode = writes_bytecode
+    _check_paths()
     return arguments
 
 
@@ -277,6 +298,7 @@ def run_with_arguments(main: Callable[[list[str]], None], groups: Groups | None 
     def start(argv: list[str]) -> None:
         if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):  # a job in the background ignores it
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        logging.set_verbosity(logging.WARNING)
         try:
             with _storage_errors():
                 main(argv[1:])
@@ -285,7 +307,7 @@ def run_with_arguments(main: Callable[[list[str]], None], groups: Groups | None 
         finally:
             gc.freeze()  # the end of Python would visit all that JAX imports, for half a second of the processor
 
-    logging.set_verbosity(logging.WARNING)
+    logging.set_verbosity(logging.ERROR)  # warnings of ml_collections precede an error that says more
     app.run(start, flags_parser=functools.partial(_parse, groups=groups or {}))
 
 

@@ -52,7 +52,7 @@ def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -
     changes: dict[str, object] = {} if samples is None else {"evaluation.samples": samples}
     if benchmarks:
         names = [benchmark_name(source) for source in benchmarks]
-        graders = [entry for entry in config.evaluation.graders if entry.rpartition("=")[0] in names]
+        graders = [entry for entry in config.evaluation.graders if (entry.rpartition("=")[0] or entry) in names]
         changes |= {"evaluation.benchmarks": tuple(benchmarks), "evaluation.graders": tuple(graders)}
     config = config_lib.check(config_lib.replaced(config, changes), trains=False)
     if not config.evaluation.benchmarks:
@@ -159,7 +159,7 @@ if __name__ == "__main__":
             options = Options(
                 workdir=WORKDIR.value,
                 model=MODEL.value,
-                benchmarks=BENCHMARKS.value,
+                benchmarks=[*filter(None, BENCHMARKS.value)],
                 samples=SAMPLES.value,
                 output=OUTPUT.value,
                 regrade=REGRADE.value,

@@ -42,8 +42,8 @@ def build(settings: ServerSettings) -> "Components":
         data=DataConfig(max_prompt_tokens=settings.max_prompt_tokens),
         sampling=SamplingConfig(
             slots=settings.slots, page_size=settings.page_size, max_response_tokens=settings.max_response_tokens,
-            # JetStream returns to the host after every token, and has one prompt at a time.
-            window=1 if grpc else 16, open_prompts=1 if grpc else 0, drafts=0 if grpc else None,
+            # JetStream returns to the host after every token.
+            window=1 if grpc else 16, drafts=0 if grpc else None,
         ),
     )  # fmt: skip
     return components_lib.build(components_lib.for_devices(config), components_lib.model_folder(settings.model))

@@ -4,16 +4,19 @@
 (docs/security.md). The caller checks what the function or class returns.
 """
 
+import contextlib
+import functools
 import importlib.machinery
 import importlib.util
 import pathlib
 import re
 import symtable
 import sys
+import traceback
 import types
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -72,18 +75,37 @@ def run(path: pathlib.Path) -> types.ModuleType:
     return module
 
 
+@contextlib.contextmanager
+def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
+    """Raises an error of a user's file as a ValueError of one line, which begins with `setting` and names its line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path.resolve())]
+        where = f" ({path}, line {frames[-1].lineno})" if frames else ""
+        what = f"{type(error).__name__}: {error}".partition("\n")[0] if frames else str(error)
+        raise ValueError(f"{setting}, which failed: {what}{where}") from error
+
+
 def load(reference: str, setting: str) -> Callable[..., Any]:
     """Returns the function or class that "file.py:name" names; runs the file. `setting` is as for `check`.
 
     Raises:
-      ValueError: the file is missing or not valid Python, or defines no such function.
+      ValueError: the file is missing or not valid Python, fails when it runs, or defines no such function.
     """
     path_name, _, name = reference.rpartition(":")
     path = pathlib.Path(path_name)
     check(path, setting, name)
-    module = run(path)
+    with failures(path, setting):
+        module = run(path)
     if not hasattr(module, name):  # `check` can't see what `import *` brings
         raise ValueError(f"{setting}, but {path} defines no {name!r}.")
     if not callable(function := getattr(module, name)):
         raise ValueError(f"{setting}, which is {function!r}; it must be a function or a class.")
-    return function
+
+    @functools.wraps(function)
+    def called(*arguments: Any) -> Any:
+        with failures(path, setting):
+            return function(*arguments)
+
+    return called

@@ -13,7 +13,7 @@ from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.config import CollectionConfig, collection_rules
 from reinforce_ada_jax.config.values import CORRECTIONS
 
-NUM_RATES = 11
+NUM_RATES, MOST_RATES = 11, 10_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,10 +63,10 @@ def parse_pass_rates(text: str) -> Float[np.ndarray, " P"]:
     if numbers and ":" not in text:
         return enumeration.check_pass_rates(numbers)
     low, high, count = [*numbers, NUM_RATES][:3] if len(numbers) in (2, 3) and "," not in text else (0, 0, 0)
-    if not (0 < low < high < 1 and count >= 2 and count == int(count)):
+    if not (0 < low < high < 1 and 2 <= count <= MOST_RATES and count == int(count)):
         raise ValueError(
-            f"--pass_rates is {text!r}; it must be LOW:HIGH or LOW:HIGH:COUNT with 0 < LOW < HIGH < 1 and at least 2 "
-            "points, or a comma list of numbers in [0, 1], such as 0,0.1,0.5."
+            f"--pass_rates is {text!r}; it must be LOW:HIGH or LOW:HIGH:COUNT with 0 < LOW < HIGH < 1 and 2 to "
+            f"{MOST_RATES:,} points, or a comma list of numbers in [0, 1], such as 0,0.1,0.5."
         )
     logits = np.linspace(np.log(low) - np.log1p(-low), np.log(high) - np.log1p(-high), int(count))
     return 1.0 / (1.0 + np.exp(-logits))

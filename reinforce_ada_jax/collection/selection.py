@@ -8,7 +8,9 @@ package. How many responses are drawn for a prompt is the strategy's choice (str
 """
 
 import dataclasses
+import json
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -78,6 +80,8 @@ def choose(selection: Selection, count: int, seed: int, iteration: int) -> Choic
       ValueError: the selection returned another number of prompts, one of them twice, or weights that are none.
     """
     choice = selection.choose(count, generator(seed, iteration))
+    if not (isinstance(choice, Choice) and all(isinstance(prompt, Prompt) for prompt in choice.prompts)):
+        raise ValueError(f"collection.selection chose {choice!r:.80}; it must return a Choice of prompts.")
     ids = {prompt.id for prompt in choice.prompts}
     if len(choice.prompts) != count or len(ids) != count:
         raise ValueError(
@@ -287,7 +291,8 @@ def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_b
     """Returns the selection that the `collection` section of a configuration describes.
 
     Raises:
-      ValueError: there are too few prompts; or the section names a class that is missing, or makes no selection.
+      ValueError: there are too few prompts; or the section names a class that is missing, fails in its first choice,
+        or has a state that is no JSON.
     """
     _check_count(config.prompts_per_iteration, prompts)
     if config.selection == "shuffled":
@@ -303,4 +308,7 @@ def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_b
     selection = user_code.load(config.selection, setting)(prompts, config)
     if not isinstance(selection, Selection):
         raise ValueError(f"{setting}, which made {selection!r}; it must have choose, observe, to_json and load_json.")
+    with user_code.failures(pathlib.Path(config.selection.rpartition(":")[0]), setting):
+        choose(selection, config.prompts_per_iteration, seed, 1)
+        selection.load_json(json.loads(json.dumps(selection.to_json())))
     return selection

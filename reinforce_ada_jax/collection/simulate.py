@@ -3,15 +3,22 @@
 analysis/enumeration.py computes the expected results of a strategy without sampling.
 """
 
-from collections.abc import Iterator
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.strategies import StrategyConfig
+from reinforce_ada_jax.collection.strategies import Strategy, StrategyConfig
 from reinforce_ada_jax.config import RewardConfig
 from reinforce_ada_jax.types import Pool, Prompt, RequestQueue, Response, Verdict
+
+# Most draws of a prompt in the trial of a strategy that names no bound.
+TRIAL_DRAWS = 2000
 
 
 def run_strategy(strategy_config: StrategyConfig, rewards: np.ndarray) -> list[Pool]:
@@ -37,8 +44,34 @@ def run_strategy(strategy_config: StrategyConfig, rewards: np.ndarray) -> list[P
             f"rewards has shape {rewards.shape}; {strategy_config.strategy} may draw {most} responses for a prompt, so "
             f"it must be [P, {most}] or wider."
         )
-    threshold = RewardConfig().positive_threshold
     prompts = [Prompt(str(row), problem="", answer="", tokens=np.zeros(1, np.int32)) for row in range(len(rewards))]
+    return _play(strategy, rewards, prompts)
+
+
+def check_own(config: StrategyConfig, strategy: Strategy, prompts: Sequence[Prompt]) -> None:
+    """Plays a strategy of the user's: responses are wrong and correct in turn, all correct, or all wrong.
+
+    A strategy without `max_draws` may wait for a correct response, and gets no prompt with wrong ones alone. It is
+    played for the first three prompts at most.
+
+    Raises:
+      ValueError: one of its functions fails, breaks its bounds, or asks for more than TRIAL_DRAWS without end.
+    """
+    if config.strategy in strategies.BUILT_IN:
+        return
+    most = TRIAL_DRAWS if strategy.max_draws is None else strategy.max_draws
+    rewards = np.stack([np.arange(most) % 2, np.ones(most), np.zeros(most)])[: 2 if strategy.max_draws is None else 3]
+    prompts = prompts[: len(rewards)]
+    path = pathlib.Path(config.strategy.rpartition(":")[0])
+    with user_code.failures(path, f"collection.strategy is {config.strategy!r}"):
+        for pool in _play(dataclasses.replace(strategy, max_draws=most), rewards, prompts):
+            if not np.isfinite(make_group(pool, strategy).advantages).all():
+                raise ValueError(f"an advantage of {pool.correct.mean():.0%} correct responses is not finite")
+
+
+def _play(strategy: Strategy, rewards: np.ndarray, prompts: Sequence[Prompt]) -> list[Pool]:
+    """Returns the pools of prompts whose response i has the reward rewards[row, i], row for row."""
+    threshold, rows = RewardConfig().positive_threshold, {prompt.id: row for row, prompt in enumerate(prompts)}
 
     def sample(queue: RequestQueue) -> Iterator[list[Response]]:
         while requests := queue.take(rewards.size):
@@ -46,7 +79,7 @@ def run_strategy(strategy_config: StrategyConfig, rewards: np.ndarray) -> list[P
             yield [Response(request.prompt.id, request.draw, token, logprob, False) for request in requests]
 
     def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict]:
-        scripted = [float(rewards[int(prompt.id), response.draw]) for prompt, response in pairs]
+        scripted = [float(rewards[rows[prompt.id], response.draw]) for prompt, response in pairs]
         return [Verdict(correct=reward > threshold, reward=reward) for reward in scripted]
 
     return collect(prompts, sample, verify, strategy, estimate_fn=lambda prompts: np.full(len(prompts), 0.5))

@@ -116,8 +116,9 @@ class Strategy:
 def round_size(strategy: Strategy, progress: PromptProgress) -> int:
     """Returns `next_draws`; raises ValueError where it breaks the strategy's own bounds."""
     size = strategy.next_draws(progress)
-    too_many = strategy.max_draws is not None and progress.drawn + size > strategy.max_draws
-    if size < 0 or (size == 0 and progress.rounds == 0) or too_many:
+    whole = isinstance(size, int | np.integer)
+    most = np.inf if strategy.max_draws is None else strategy.max_draws
+    if not whole or size < 0 or (size == 0 and progress.rounds == 0) or progress.drawn + size > most:
         raise ValueError(
             f"The strategy asks for {size} more responses of prompt {progress.prompt.id!r} after {progress.rounds} "
             f"rounds and {progress.drawn} responses; its first round must have at least 1, and all rounds together at "

@@ -43,7 +43,7 @@ def _parse(line: bytes, where: str) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{where}: not valid JSON ({error}). One object a line, with a problem and an answer."
+            f"{where}: not valid JSON ({error}). One object a line, in UTF-8, with a problem and an answer."
         ) from error
     return value
 

@@ -125,4 +125,11 @@ def tokenize(
             f"{' and '.join(sizes)}, limit {max_prompt_tokens:,}: raise data.max_prompt_tokens or run prepare "
             f"with it. The first is {place(too_long[0][0])}. Their ids: {ids:.500}."
         )
+    alike = len({prompt.tokens.tobytes() for prompt in prompts}) == 1
+    if alike and len({(prompt.problem, str(prompt.messages)) for prompt in prompts}) > 1:
+        raise ValueError(
+            f"the chat template of {tokenizer.folder} gives all {len(prompts):,} problems the same "
+            f"{len(prompts[0].tokens)} tokens, without their text: copy the template again, or another one, there as "
+            "chat_template.jinja."
+        )
     return prompts

@@ -362,7 +362,7 @@ def prepare(
         prompts, counts = _unique_and_short(config, components, problems)
         processes.check_same("the problems", hash_of_problems(prompts))
         reward = check_reward(config, verifier_pool, prompts[:1])
-        if dry_run:
+        if dry_run or not files.draws.exists():
             huggingface.check_weights(components.folder, components.architecture)
 
     def describe(found: int, missing: int) -> str:

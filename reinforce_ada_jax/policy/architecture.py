@@ -198,6 +198,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         size is missing.
     """
     family = config.get("model_type")
+    if "collection" in config:
+        raise ValueError("config.json is that of a run: `export` writes its weights as a folder to name here.")
     if not isinstance(family, str) or family not in CLASS_NAMES:
         raise ValueError(
             f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} "

@@ -50,8 +50,7 @@ class MetricsWriter:
         lines = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
         self.lacking = last_iteration - len({line["iteration"] for line in lines})
         write_atomically(self._file, "".join(map(_to_line, lines)))
-        parts = (entry.strip().partition(":") for entry in trackers.split(","))
-        projects = {name: project for name, _, project in parts}
+        projects = _projects(trackers)
         self._wandb = _start_wandb(workdir, projects["wandb"], quiet=quiet) if "wandb" in projects else None
         self._trackio = _start_trackio(workdir, projects["trackio"], quiet=quiet) if "trackio" in projects else None
         self._tensorboard = _TensorBoard(workdir / "tensorboard", last_iteration) if "tensorboard" in projects else None
@@ -141,6 +140,19 @@ def _tracker(name: str, project: str) -> Any:
         raise ValueError(
             f"logging.trackers has {name}:{project}, but {name} is not installed: pip install {name}, or leave it out."
         ) from error
+
+
+def _projects(trackers: str) -> dict[str, str]:
+    """Returns the project of each tracker by its name; "" for TensorBoard."""
+    parts = (entry.strip().partition(":") for entry in trackers.split(","))
+    return {name: project for name, _, project in parts}
+
+
+def check_installed(trackers: str) -> None:
+    """Raises ValueError if one of `logging.trackers` is not installed."""
+    for name, project in _projects(trackers).items():
+        if project:
+            _tracker(name, project)
 
 
 def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:

@@ -66,7 +66,7 @@ class ServerSettings:
     page_size: int = setting(64, "Tokens in a page of the key/value cache.", values.AT_LEAST_1)
     temperature: float = setting(1.0, "Sampling temperature; 0 takes the most probable token.", values.TEMPERATURE)
     top_k: int = setting(0, "Draw among the k most probable tokens; 0 for all.", values.NOT_NEGATIVE)
-    top_p: float = setting(1.0, "Draw among the fewest tokens with this probability in sum.", _within(0, 1))
+    top_p: float = setting(1.0, "Draw among the fewest tokens with this probability in sum.", values.SHARE)
     greedy: bool = setting(False, "The same as --temperature=0.")
     dtype: str = setting(
         "auto", "Precision of weights, cache and arithmetic; auto: float32 on CPUs, bfloat16 elsewhere.",
@@ -97,6 +97,8 @@ class ServerSettings:
         """Raises ValueError with the rule, the value and the remedy."""
         if self.api == "grpc":
             check_input("--model", self.model)
+            if self.api_key:
+                raise ValueError("--api=grpc knows no keys: leave out --api_key, or choose --api=openai.")
         else:
             self._check_http()
         check_input("--compilation_cache", self.compilation_cache)

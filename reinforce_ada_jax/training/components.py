@@ -276,6 +276,9 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
     """
     mesh_lib.available_devices()
     architecture = read_config(folder)
+    attention, platform = config.sampling.attention, jax.default_backend()
+    if attention.startswith("pallas") and not attention.endswith(platform):
+        raise ValueError(f"sampling.attention is {attention!r}, and the devices are {platform}: set it to 'auto'.")
     tokenizer_trial.check(folder, chat_from_config(config))
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > architecture.vocab_size:
@@ -323,7 +326,7 @@ def check_graders(config: Config, sources: Sequence[str]) -> None:
     """Raises ValueError where an entry of `evaluation.graders` is no default and names none of the benchmarks."""
     names = [prompts_lib.benchmark_name(source) for source in sources]
     for entry in config.evaluation.graders:
-        named = entry.rpartition("=")[0]
+        named = entry.rpartition("=")[0] or entry
         if entry not in EvaluationConfig().graders and named not in names:
             nearest = difflib.get_close_matches(named, names, 1)
             raise ValueError(

@@ -55,17 +55,20 @@ class Environments:
         """Returns the problems with the first messages of their environments; ValueError if one failed."""
         self.pool.failure = ""
         given = [_given(each["id"], each["problem"], each["answer"], each.get("columns", {})) for each in problems]
-        try:
-            replies = [future.result() for future in [self.pool.reset(each) for each in given]]
-        except CannotStart as error:
-            raise ValueError(error.line) from None
-        for problem, reply in zip(problems, replies, strict=True):
+        found, futures = [], [self.pool.reset(each) for each in given]
+        for problem, future in zip(problems, futures, strict=True):
+            try:
+                reply = future.result()
+            except CannotStart as error:
+                raise ValueError(error.line) from None
             if reply.failure:
+                self.pool.close()  # the other problems would take as long
                 raise ValueError(
                     f"environment.path cannot begin {place(problem)}: {self.pool.failure.splitlines()[0]}. Fix "
                     "reset(), or the problem."
                 )
-        return [{**each, "prompt": list(reply.messages)} for each, reply in zip(problems, replies, strict=True)]
+            found.append({**problem, "prompt": list(reply.messages)})
+        return found
 
     def trajectories(self, stream: int, max_tokens: int, *, max_begun: int, deterministic: bool) -> Trajectories:
         """Returns the queue of turns of one drawing, whose addresses begin with `stream`."""

@@ -118,7 +118,7 @@ def _check_verdicts(run: Run, state: RunState, groups: Sequence[Group]) -> None:
 
 def _observe(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     """Lets the choice of prompts and the estimator of pass rates learn from the groups; returns their metrics."""
-    metrics = dict(run.selection.observe(groups))
+    metrics = dict(run.selection.observe(groups) or {})
     return metrics if run.estimator is None else metrics | run.estimator.observe([group.pool for group in groups])
 
 

@@ -11,7 +11,7 @@ import jax
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import selection as selection_lib
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection import simulate, strategies
 from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.collection.selection import Selection
 from reinforce_ada_jax.collection.strategies import Strategy
@@ -27,7 +27,7 @@ from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import huggingface, lora
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
-from reinforce_ada_jax.reporting.writers import MetricsWriter
+from reinforce_ada_jax.reporting.writers import MetricsWriter, check_installed
 from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -95,6 +95,7 @@ def read_inputs(
         huggingface.check_weights(components.folder, components.architecture)
     read: list[str] = []
     prompts = components.prompts(config.data.prompts, config, read.append)
+    simulate.check_own(config.collection, strategy, prompts)
     selection = selection_lib.build(config.collection, prompts, config.seed, extra_batches=strategy.extra_batches)
     evaluator = load_benchmarks(config, components)
     verifiers = components_lib.verifier_pool(config, workdir, reward)
@@ -188,8 +189,9 @@ def start(
 def take_workdir(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
     """Locks a work directory until `stack` is closed, and writes what the run is.
 
-    Raises ValueError where another training has it, or not all processes see it.
+    Raises ValueError where another training has it, not all processes see it, or a tracker is not installed.
     """
+    check_installed(config.logging.trackers)
     lock = WorkdirLock(workdir)
     stack.callback(lock.close)
     if copy is not None:

@@ -569,9 +569,8 @@ def test_a_users_file_that_can_not_be_read_is_one_line(tmp_path, import_state, t
 def test_a_users_file_that_fails_says_where(tmp_path, import_state):
     (tmp_path / "mine.py").write_text("\nimport a_package_that_is_not_there as mine\n")
     before = set(sys.modules)
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there") as error:
+    with pytest.raises(ValueError, match=r"No module named 'a_package_that_is_not_there' \(.*mine.py, line 2\)"):
         strategies.build(config(f"{tmp_path / 'mine.py'}:mine"))
-    assert error.traceback[-1].path == tmp_path / "mine.py" and error.traceback[-1].lineno == 1  # from 0
     assert set(sys.modules) == before
 
 

@@ -201,7 +201,7 @@ def test_trackio_that_cannot_be_used_is_an_error(tmp_path, trackio, monkeypatch)
         writer(tmp_path, 0, "trackio:ciphers")
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ValueError, match="has trackio:ciphers, but trackio is not installed: pip install trac"):
-        writer(tmp_path, 0, "trackio:ciphers")
+        writers.check_installed("trackio:ciphers")
 
 
 def test_several_trackers_get_the_same_numbers(tmp_path, wandb, trackio):
@@ -226,7 +226,7 @@ def test_wandb_is_left_alone_where_no_project_is_named(tmp_path, wandb):
 def test_wandb_not_installed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
     with pytest.raises(ValueError, match="has wandb:ciphers, but wandb is not installed: pip install wandb"):
-        writer(tmp_path, 0, "wandb:ciphers")
+        writers.check_installed("tensorboard, wandb:ciphers")
 
 
 def test_wandb_without_a_login_is_an_error(tmp_path, wandb):
