@@ -37,8 +37,6 @@ def _failure(error: BaseException) -> str:
 
 
 class Worker:
-    """Episodes of one process."""
-
     def __init__(self, environment_class: type):
         self._class = environment_class
         self._episodes: dict[str, Episode] = {}

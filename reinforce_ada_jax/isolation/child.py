@@ -41,8 +41,6 @@ _ENVIRONMENT = {
 
 
 class Child:
-    """Running child process."""
-
     def __init__(self, process: subprocess.Popen, connection: socket.socket):
         self.process, self.connection, self.inbox = process, connection, messages.Inbox(connection)
 

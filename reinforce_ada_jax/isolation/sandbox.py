@@ -42,8 +42,6 @@ class SandboxFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of one program."""
-
     processor_s: int  # of each process
     wall_s: float  # until the program must have ended
     memory_bytes: int  # of all processes together, and address space of each
@@ -54,8 +52,6 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Program to run."""
-
     arguments: Sequence[str]  # of the interpreter
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # by name, in the folder where it starts
     stdin: bytes = b""
@@ -64,8 +60,6 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """End of a program."""
-
     output: bytes
     limit: str  # the limit that ended it ("time", "memory", "output"), or ""
     code: int  # its exit code; 128 and the number of the signal that ended it

@@ -34,8 +34,6 @@ NICE = 10  # a page may be late, training must not be
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One request."""
-
     timeout = TIMEOUT_S  # of each read and write
 
     def do_GET(self) -> None:

@@ -150,8 +150,6 @@ class LimitedProtocol(H11Protocol):
 
 
 class LimitedConfig(uvicorn.Config):
-    """Configuration of a server with limits."""
-
     def __init__(self, application: Any, request_s: float, most: int, **others: Any):
         super().__init__(
             application, http=LimitedProtocol, backlog=ACCEPTED_AT_ONCE, log_level="warning", access_log=False,

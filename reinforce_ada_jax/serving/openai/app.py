@@ -39,8 +39,6 @@ Prompts = list[PromptText]
 
 
 class App:
-    """Routes over the models."""
-
     def __init__(self, settings: ServerSettings, models: Sequence[Served], wake: threading.Event):
         """`wake` is set when there is something to sample."""
         self.settings, self.models = settings, {each.name: each for each in models}

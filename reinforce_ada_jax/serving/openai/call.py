@@ -37,8 +37,6 @@ class PromptText(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Choice:
-    """One response."""
-
     index: int  # in the answer
     job: SampleJob  # draws it, and others of its prompt
     draw: int  # its number in the job
@@ -54,8 +52,6 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Terms of all responses of a request."""
-
     num_samples: int  # for each prompt
     sampling: SamplingParams
     seed: int | None  # None: the name of the request decides

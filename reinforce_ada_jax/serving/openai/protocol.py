@@ -77,8 +77,6 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is padded
@@ -120,8 +118,6 @@ class Request(BaseModel):
 
 
 class CompletionRequest(Request):
-    """Request of /v1/completions."""
-
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: TopLogprobs | None = None
@@ -142,8 +138,6 @@ class CompletionRequest(Request):
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: str
@@ -158,8 +152,6 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a tool in a message of the assistant."""
-
     model_config = ConfigDict(strict=True)
     id: str
     type: Literal["function"]
@@ -167,8 +159,6 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a conversation."""
-
     model_config = ConfigDict(extra="ignore", strict=True)  # clients send back what they were answered
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[TextPart] | None = None
@@ -178,8 +168,6 @@ class Message(BaseModel):
 
 
 class Function(BaseModel):
-    """A function that the model may call."""
-
     model_config = ConfigDict(extra="allow", strict=True)
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -187,16 +175,12 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool that the model may call."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"]
     function: Function
 
 
 class ChatRequest(Request):
-    """Request of /v1/chat/completions."""
-
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None

@@ -21,8 +21,6 @@ from reinforce_ada_jax.policy.transformer import Params
 
 @dataclasses.dataclass(eq=False)
 class ScoreJob:
-    """Text to score."""
-
     tokens: Int[np.ndarray, " T"]  # at least one
     temperature: float  # divides the logits, above 0
     done: Callable[[Scores | Exception], None]  # gets the scores, or what went wrong

@@ -46,8 +46,6 @@ class _ModelRequest(pydantic.BaseModel):
 
 
 class App:
-    """Routes over a service."""
-
     def __init__(self, service: Service):
         self.service = service
         self._key = service.settings.api_key

@@ -204,8 +204,7 @@ class Service:
         self._check_session(request.session_id)
         base, path = request.base_model, request.model_path
         if path is not None:
-            checkpoint = self.checkpoint(path)
-            base = checkpoint.base
+            base = self.checkpoint(path).base
         name = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         self.store.add_sampler(SamplerRow(name, request.session_id, self.base(base).name, path))
         return types.CreateSamplingSessionResponse(sampling_session_id=name)
