@@ -16,15 +16,12 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_output
-from reinforce_ada_jax.files import buckets, local_copy
+from reinforce_ada_jax.files import local_copy
 
 
 def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
     """Trains, and says where the results are; ends the process with an exit code if the run didn't finish."""
-    from reinforce_ada_jax.distributed import processes
-    from reinforce_ada_jax.distributed.watchdog import RESTART
     from reinforce_ada_jax.training import host_log, loop, supervised
-    from reinforce_ada_jax.training.loop import Ending
 
     with contextlib.ExitStack() as stack:
         with cli.user_input():
@@ -33,15 +30,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
             stack.enter_context(host_log.copying(folder, f"begins after update {state.iteration}"))
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
-    if outcome.ending is not Ending.FINISHED:
-        codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
-        cli.fail(outcome.message, codes[outcome.ending])
-    if processes.is_writer() and outcome.state is not None:
-        named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
-        print(
-            f"finished update {outcome.state.iteration}. Weights: {named}/checkpoints; export them with\n"
-            f"  python -m reinforce_ada_jax.export --workdir={named} --output=HF_DIR"
-        )
+    loop.end(outcome, workdir, "update", compiles=False)
 
 
 def dry_run(config: Config, workdir: pathlib.Path) -> None:

@@ -23,7 +23,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_output
-from reinforce_ada_jax.files import buckets, local_copy
+from reinforce_ada_jax.files import local_copy
 
 if TYPE_CHECKING:
     import reinforce_ada_jax.training.trained
@@ -82,10 +82,8 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
     `page` is the port of a live page of the run (0: any); None: no page.
     """
     from reinforce_ada_jax.distributed import processes
-    from reinforce_ada_jax.distributed.watchdog import RESTART
     from reinforce_ada_jax.evaluation.evaluator import load_evaluator
     from reinforce_ada_jax.training import host_log, loop, startup
-    from reinforce_ada_jax.training.loop import Ending
     from reinforce_ada_jax.training.reward_check import not_graded
 
     with contextlib.ExitStack() as stack:
@@ -98,18 +96,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
         ungraded = not_graded(folder)
-    if outcome.ending is not Ending.FINISHED:
-        codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
-        # JAX ends several processes together; only one process compiles in threads.
-        at_once = outcome.ending is Ending.PREEMPTED and processes.count() == 1
-        cli.fail(outcome.message, codes[outcome.ending], at_once=at_once)
-    if processes.is_writer() and outcome.state is not None:
-        named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
-        print(
-            f"finished iteration {outcome.state.iteration}{ungraded}. Weights: {named}/checkpoints; "
-            "export them with\n"
-            f"  python -m reinforce_ada_jax.export --workdir={named} --output=HF_DIR"
-        )
+    loop.end(outcome, workdir, "iteration", ungraded, compiles=True)
 
 
 def _show_page(workdir: pathlib.Path, port: int, stack: contextlib.ExitStack) -> None:

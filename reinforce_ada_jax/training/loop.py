@@ -7,6 +7,7 @@ of metrics complete it, and a checkpoint holds it.
 import contextlib
 import dataclasses
 import enum
+import pathlib
 import re
 import time
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.isolation.workers import CannotStart
 from reinforce_ada_jax.reporting import idle_slots
@@ -39,6 +42,24 @@ class Outcome:
     ending: Ending  # how it ended
     message: str = ""  # for the user; "" if the run finished
     state: RunState | None = None  # the last state; None if the disk failed
+
+
+def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, compiles: bool) -> None:
+    """Says where the results of a command are; ends the process with an exit code if the run didn't finish.
+
+    Where threads compile, a preempted process does not wait for them.
+    """
+    if outcome.ending is not Ending.FINISHED:
+        codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
+        # JAX ends several processes together, and only one process compiles in threads.
+        at_once = compiles and outcome.ending is Ending.PREEMPTED and processes.count() == 1
+        cli.fail(outcome.message, codes[outcome.ending], at_once=at_once)
+    if processes.is_writer() and outcome.state is not None:
+        named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
+        print(
+            f"finished {unit} {outcome.state.iteration}{more}. Weights: {named}/checkpoints; export them with\n"
+            f"  python -m reinforce_ada_jax.export --workdir={named} --output=HF_DIR"
+        )
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
