@@ -2,7 +2,7 @@
 
 The test never runs in the program's process, where a program could replace what a comparison means, end the process
 with code 0, or find the expected value. It calls the program's functions over a socket. Arguments and results travel
-as data: numbers, texts, bytes and the containers of Python. Any other object of the program stays in its process, and
+as data: numbers, texts, bytes, dates, containers of Python. Any other object of the program stays in its process, and
 the test has a `Remote` in its place. So the two sides share no object, and a result that equals everything is only a
 `Remote` that equals nothing but other objects of the program. What the program sends is checked: it decides neither
 what a module of Python does in the test, nor when a loop of the test ends.
@@ -25,6 +25,15 @@ MAX_ANSWER = 2**25  # bytes
 MAX_ITEMS = 100_000  # of an iterator that stays with the program
 PLAIN = (bool, int, float, str)
 CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+# Values of Python's own classes, which travel as the arguments that make them again.
+MADE = {
+    "collections.deque": lambda value: [list(value), value.maxlen],
+    **dict.fromkeys(
+        ("builtins.range", "datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta",
+         "datetime.timezone", "decimal.Decimal", "fractions.Fraction"),
+        lambda value: value.__reduce__()[1],
+    ),
+}  # fmt: skip
 # Failures of reading an answer that is none of `serve`'s.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 # Exceptions that end a loop (they become RuntimeError, as in a generator), or that need more than a text.
@@ -116,7 +125,8 @@ def encode(value, keep):
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
             return {name: [encode(item, keep) for item in value]}
-    return {"object": keep(value)}
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {name: [encode(each, keep) for each in MADE[name](value)]} if name in MADE else {"object": keep(value)}
 
 
 def decode(value, find):
@@ -130,6 +140,9 @@ def decode(value, find):
         return {decode(key, find): decode(entry, find) for key, entry in content}
     if kind == "complex":
         return complex(*content)
+    if kind in MADE:
+        module, _, name = kind.partition(".")
+        return getattr(importlib.import_module(module), name)(*(decode(each, find) for each in content))
     if kind not in ("bytes", "object"):
         raise ValueError(f"no kind of data: {kind}")
     return bytes.fromhex(content) if kind == "bytes" else find(content)

@@ -121,7 +121,33 @@ FORGED = {
     "kind": ("assert isinstance(f(7), int)", ALL),
     "equality_that_is_no_bool": ("assert P(1) == P(2)", "class P:\n    def __init__(self, x):\n        pass\n"
                                                "    def __eq__(self, other):\n        return self"),
+    "member": ("assert f(7) in [49]", ALL),
+    "contains": ("assert 49 in f(7)", f"{ANSWERS_EVERYTHING}    __contains__ = __eq__\n\ndef f(x):\n    return All()"),
+    "key": ("assert {49: True}.get(f(7), False)", ALL),
+    "pattern": ("match f(7):\n    case 49:\n        pass\n    case _:\n        raise AssertionError", ALL),
+    "unittest_almost": ("import unittest\nunittest.TestCase().assertAlmostEqual(f(7), 49)", ALL),
+    "within_containers": ("assert f(7) == [1, (2, {3})]",
+                          f"{ANSWERS_EVERYTHING}\ndef f(x):\n    return [All(), (All(), {{All()}})]"),
+    "list_that_equals_all": ("assert f(7) == [49]",
+                             "class L(list):\n    def __eq__(self, other): return True\n\n"
+                             "def f(x):\n    return L([3])"),
+    "skips": (
+        "import unittest\n\nclass TestF(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(7), 49)",
+        "import unittest\n\ndef f(x):\n    raise unittest.SkipTest('no')",
+    ),
+    "contains_itself": ("assert f(7) == [1]", "def f(x):\n    a = []\n    a.append(a)\n    return a"),
+    "frames": (
+        "wanted = 3000009\nassert f(7) == wanted",
+        "import sys\n\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+        "            if value == int('30' + '00009'):\n                return value\n"
+        "        frame = frame.f_back\n    return 0",
+    ),
+    "function_of_the_test": ("wanted = 3000009\nassert f(lambda x: x) == wanted",
+                             "def f(g):\n    return g.__globals__['wanted']"),
     # Answers that no program of `serve` writes.
+    "bad_fraction": ("try:\n    assert f(7) == 49\nexcept (ZeroDivisionError, ValueError, TypeError):\n    pass",
+                     writes(b'{"value": {"fractions.Fraction": [1, 0]}, "arguments": {"tuple": []}}')),
     "unknown_kind": ("try:\n    assert f(7) == 49\nexcept (KeyError, ValueError):\n    pass",
                      writes(b'{"value": {"code": 7}, "arguments": {"tuple": []}}')),
     "no_json": ("try:\n    assert f(7) == 49\nexcept ValueError:\n    pass", writes(b"49")),
@@ -165,6 +191,22 @@ HONEST = {
                           "    def push(self, x):\n        self._items.append(x)\n    def __len__(self):\n"
                           "        return len(self._items)\n    def __getitem__(self, key):\n"
                           "        return self._items[key]"),
+    "fraction": ("from fractions import Fraction\nassert f(Fraction(1, 2)) == Fraction(1, 4)",
+                 "def f(x):\n    return x * x"),
+    "decimal": ("from decimal import Decimal\nassert f('0.1') == Decimal('0.2')",
+                "from decimal import Decimal\n\ndef f(x):\n    return 2 * Decimal(x)"),
+    "date": ("import datetime\nassert f(datetime.date(2020, 1, 1)) == datetime.date(2020, 1, 2)",
+             "import datetime\n\ndef f(day):\n    return day + datetime.timedelta(1)"),
+    "time_with_zone": ("from datetime import datetime, timezone\n"
+                       "assert f(0) == [datetime(1970, 1, 1, tzinfo=timezone.utc)]",
+                       "from datetime import datetime, timezone\n\ndef f(x):\n"
+                       "    return [datetime.fromtimestamp(x, timezone.utc)]"),
+    "deque": ("from collections import deque\nassert f(3) == deque([0, 1, 2])",
+              "from collections import deque\n\ndef f(x):\n    return deque(range(x))"),
+    "range": ("assert f(3) == range(3) and sum(f(3)) == 3", "def f(x):\n    return range(x)"),
+    "huge_number": ("assert f(20000) == 2**20000", "def f(x):\n    return 2**x"),
+    "prints": ("assert f(7) == 49", "print('x' * 100000)\n\ndef f(x):\n    print(x)\n    return x * x"),
+    "closure": ("assert f(2)(3) == 5", "def f(a):\n    return lambda b: a + b"),
     "equality": ("assert P(1) == P(1) and P(1) != P(2) and hasattr(P(1), 'x') and not hasattr(P(1), 'y')",
                  "import dataclasses\n\n@dataclasses.dataclass\nclass P:\n    x: int"),
 }  # fmt: skip
