@@ -30,10 +30,8 @@ class Inputs:
 def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig:
     """Returns `section` with the settings that an entry "NAME@n/MxN+WORD+WORD" names; all but NAME are optional.
 
-    n is the group size, M and N are draws of a round and most rounds; a WORD is a correction or an objective.
-
-    Raises:
-      ValueError: a rule is broken (config/collection_rules.py).
+    n is the group size, M and N are draws of a round and most rounds; a WORD is a correction or an objective. Raises
+    ValueError where a rule is broken (config/collection_rules.py).
     """
     match = re.fullmatch(r"(?s)(.*?)(?:@(\d+))?(?:/(\d+)x(\d+))?((?:\+\w+)*)", entry.strip())
     assert match is not None  # the first part matches any text
@@ -51,11 +49,7 @@ def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig
 
 
 def parse_pass_rates(text: str) -> Float[np.ndarray, " P"]:
-    """Returns the pass rates of "LOW:HIGH", "LOW:HIGH:COUNT" (evenly spaced in logits) or "P,P,...".
-
-    Raises:
-      ValueError: the text has another form, or a number is out of range.
-    """
+    """Returns the pass rates of "LOW:HIGH[:COUNT]" (even in logits) or "P,P,..."; ValueError for other texts."""
     try:
         numbers = [float(part) for part in re.split("[:,]", text)]
     except ValueError:
@@ -75,8 +69,7 @@ def parse_pass_rates(text: str) -> Float[np.ndarray, " P"]:
 def read_histogram(file: pathlib.Path) -> tuple[Float[np.ndarray, " N"], list[int]]:
     """Returns (pass rates of the lines of a prompt file, numbers of the lines that have none).
 
-    Raises:
-      ValueError: the file is missing, a line is not a JSON object, a pass rate is not in [0, 1], or no line has one.
+    Raises ValueError where the file is missing or damaged, a pass rate is not in [0, 1], or no line has one.
     """
     if not file.is_file():
         raise ValueError(f"there is no file {file}: --histogram names a JSONL file of prompts with pass_rate.")

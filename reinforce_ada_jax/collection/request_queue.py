@@ -107,11 +107,7 @@ class CollectionQueue:
         return closed
 
     def receive(self, responses: Iterable[Response]) -> None:
-        """Reads the verdicts that are due, then submits the rounds that `responses` complete.
-
-        Raises:
-          RuntimeError: a response was not asked for, or came before.
-        """
+        """Reads verdicts that are due, then submits the rounds that `responses` complete; RuntimeError for others."""
         self._advance(self._verification.read(at_yield=True))
         complete = []
         for response in responses:
@@ -131,11 +127,7 @@ class CollectionQueue:
         self._advance(self._verification.submit(sorted(complete, key=lambda rollouts: rollouts.index)))
 
     def finish(self) -> None:
-        """Reads the remaining verdicts.
-
-        Raises:
-          RuntimeError: a response that was asked for did not come.
-        """
+        """Reads the remaining verdicts; RuntimeError if a response that was asked for did not come."""
         while self.wait():
             pass
         waiting = len(self._waiting) + sum(len(rollouts.requests()) for rollouts in self._held())

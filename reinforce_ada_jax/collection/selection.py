@@ -76,8 +76,7 @@ def generator(seed: int, iteration: int) -> np.random.Generator:
 def choose(selection: Selection, count: int, seed: int, iteration: int) -> Choice:
     """Returns the checked choice of an iteration.
 
-    Raises:
-      ValueError: the selection returned another number of prompts, one of them twice, or weights that are none.
+    Raises ValueError where the selection returned another number of prompts, one twice, or weights that are none.
     """
     choice = selection.choose(count, generator(seed, iteration))
     if not (isinstance(choice, Choice) and all(isinstance(prompt, Prompt) for prompt in choice.prompts)):

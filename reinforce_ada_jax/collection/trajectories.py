@@ -162,11 +162,7 @@ class Trajectories:
     # ---- what the collection calls -----------------------------------------------------------------------------------
 
     def receive(self, turns: Iterable[Response]) -> None:
-        """Reads the answers that are due, then gives the finished turns to the environment.
-
-        Raises:
-          RuntimeError: a turn was not asked for, or came before.
-        """
+        """Reads the answers that are due, then gives the finished turns to the environment; RuntimeError for others."""
         finished = self._read(list(self._pending) if self._deterministic else [])
         for turn in turns:
             trajectory = self._decoding.pop((turn.prompt_id, turn.draw), None)

@@ -65,12 +65,9 @@ def _response(problem: Problem, columns: Columns) -> tuple[str, str]:
 
 
 def end_tokens(tokenizer: Tokenizer, template: str, chat: Chat) -> Int32[np.ndarray, " T"]:
-    """Returns what follows an answer, up to the token that ends it: as the chat template writes it.
+    """Returns what follows an answer, up to the token that ends it: as the chat template writes it, if it writes one.
 
-    With the template "plain" it is the end token that the folder names.
-
-    Raises:
-      ValueError: the chat template writes no stop token after an answer.
+    With the template "plain" it is the end token that the folder names. Raises ValueError where there is none.
     """
     if template == "plain":
         end = tokenizer.special_tokens.get("eos_token")

@@ -108,11 +108,7 @@ def short_prompts(
 def tokenize(
     problems: Sequence[Problem], tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat = CHAT
 ) -> list[Prompt]:
-    """Returns the problems as prompts; none is cut or left out.
-
-    Raises:
-      ValueError: prompts are longer than `max_prompt_tokens`, or can't be tokenised.
-    """
+    """Returns the problems as prompts; none is cut or left out, and ValueError says which are too long."""
     prompts, too_long = short_prompts(problems, tokenizer, template, max_prompt_tokens, chat)
     if too_long:
         counted = [size for _, size in too_long if size is not None]

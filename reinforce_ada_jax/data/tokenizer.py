@@ -115,8 +115,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
         """Returns the tokens of a text, with the special tokens (BOS) that the folder's files put before it.
 
-        Raises:
-          ValueError: the vocabulary lacks a character of the text, and has no token for unknown ones.
+        Raises ValueError where the vocabulary lacks a character, and has no token for unknown ones.
         """
         with native_errors(f"the tokenizer of {self.folder} can't encode {text[:40]!r}; remove what it lacks"):
             return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
@@ -152,8 +151,7 @@ class Tokenizer:
     def render_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Returns the text of a conversation of any roles, and of the tools that the model may call.
 
-        Raises:
-          ValueError: there is no template, it knows no tools, or it refuses the messages.
+        Raises ValueError where there is no template, it knows no tools, or it refuses the messages.
         """
         if self.chat_template is None:
             raise ValueError("the model has no chat template: send a prompt without roles.")

@@ -49,10 +49,8 @@ def _is_built_in(folder: pathlib.Path) -> bool:
 def check(folder: pathlib.Path, chat: Chat = CHAT) -> None:
     """Loads the tokenizer of a folder once in a child process, and renders a conversation where there is a template.
 
-    Mistakes in the files are left to `Tokenizer`, which says more about them.
-
-    Raises:
-      ValueError: that takes too much time or memory, or crashes native code; one line says which.
+    Mistakes in the files are left to `Tokenizer`, which says more about them. Raises ValueError, with one line, where
+    loading takes too much time or memory, or crashes native code.
     """
     is_file = gguf.find(folder) is not None
     if not is_file and (not model_files.is_present(folder / "tokenizer_config.json") or _is_built_in(folder)):

@@ -32,11 +32,7 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
 
 
 def available_devices() -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
-    """Returns the devices of all processes.
-
-    Raises:
-      ValueError: JAX_PLATFORMS names a kind of device that JAX can't use here.
-    """
+    """Returns the devices of all processes; ValueError if JAX_PLATFORMS names a kind that JAX can't use here."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # where no plugin is installed for "cuda", JAX only asserts
@@ -88,10 +84,8 @@ def make_mesh(
 def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
     """Returns the meshes of the learner and of the sampler: one and the same, or, with `mesh.sampler`, disjoint ones.
 
-    The learner has the first devices. The sampler's replicas are along `data`, each of `mesh.tensor` devices.
-
-    Raises:
-      ValueError: there are fewer devices, or several processes.
+    The learner has the first devices. The sampler's replicas are along `data`, each of `mesh.tensor` devices. Raises
+    ValueError where there are fewer devices, or several processes.
     """
     if not chosen.sampler:
         mesh = make_mesh(chosen.data, chosen.fsdp, chosen.tensor)
@@ -148,11 +142,7 @@ def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
 
 
 def weight_sharding(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
-    """Returns `sharding` of a weight, after checking that every split axis divides.
-
-    Raises:
-      ValueError: naming the weight, the axis, its size and the mesh axis that doesn't divide it.
-    """
+    """Returns `sharding` of a weight; ValueError, with the names and sizes, if a split axis does not divide."""
     for axis, size in zip(axes, shape, strict=True):
         mesh_axis = None if axis is None else LOGICAL_TO_MESH[axis]
         if mesh_axis is not None and size % mesh.shape[mesh_axis]:

@@ -143,11 +143,7 @@ class ProgramBucket(CacheInterface):
     """
 
     def __init__(self, url: str, folder: ProgramFolder):
-        """Asks once which entries there are, so that a program that is not among them costs no request.
-
-        Raises:
-          BucketError: the bucket can't be read.
-        """
+        """Asks once which entries there are: others then cost no request. May raise BucketError."""
         self._url, self._folder, self._is_reachable = url, folder, True
         self._names = set(buckets.objects(url))
 

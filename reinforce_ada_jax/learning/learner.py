@@ -179,8 +179,7 @@ class Learner:
     def put(self, batch: Batch) -> Batch:
         """Places the batch on the devices, cut into micro-batches of consecutive rows, split over `data` and `fsdp`.
 
-        Raises:
-          ValueError: a number of rows that is no multiple of `micro_rows`, or 0.
+        Raises ValueError for a number of rows that is no multiple of `micro_rows`, or 0.
         """
         rows = len(batch.tokens)
         if rows == 0 or rows % self.micro_rows:

@@ -47,8 +47,7 @@ class ProgramResult:
 def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
     """Returns the devices of a slice, or of a host with GPUs, which need not exist.
 
-    Raises:
-      ValueError: no compiler for them is installed, or there is no such slice.
+    Raises ValueError where no compiler for them is installed, or there is no such slice.
     """
     if topology.partition(":")[0] in GPUS:
         return gpu_devices(topology)

@@ -70,8 +70,7 @@ device_description_str: "{gpu.name}"
 def gpu_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
     """Returns the devices of a host with GPUs, named as h100:8, which need not exist.
 
-    Raises:
-      ValueError: the CUDA compiler is not installed, or the topology names no number of GPUs.
+    Raises ValueError where the CUDA compiler is not installed, or the topology names no number of GPUs.
     """
     name, _, count = topology.partition(":")
     if not count.isdecimal() or not int(count):

@@ -31,11 +31,7 @@ HEADER = (
 
 
 def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
-    """Returns (architecture, its source): the --model folder, the configuration's folder, or the published sizes.
-
-    Raises:
-      ValueError: none of them is there.
-    """
+    """Returns (architecture, its source): of --model, of model.path, or the published sizes; else ValueError."""
     if model is not None:
         return read_config(model), model
     folder = components_lib.local_folder(path)
@@ -51,11 +47,7 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
 
 
 def engine_options(config: Config, architecture: Architecture, platform: str) -> EngineOptions:
-    """Returns the options of the run's engine on a platform.
-
-    Raises:
-      ValueError: sampling.attention is another platform's.
-    """
+    """Returns the options of the run's engine; ValueError if sampling.attention is another platform's."""
     # Which tokens end a response changes no size, and the tokenizer that says so may not be here.
     options = components_lib.engine_options(config, architecture, architecture.eos_ids or (0,))
     own = "jnp" if architecture.window else FOR_PLATFORM[platform]

@@ -94,11 +94,7 @@ def decode_weight_bytes(a: Architecture, dtype: str, weight_dtype: str = "model"
 
 
 def chip_of(topology: str) -> Chip:
-    """Returns the chip that a topology names.
-
-    Raises:
-      ValueError: the chip is not known.
-    """
+    """Returns the chip that a topology names; ValueError if it is not known."""
     generation, _, shape = topology.partition(":")
     if generation not in CHIPS or not shape:
         raise ValueError(

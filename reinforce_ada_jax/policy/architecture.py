@@ -193,9 +193,7 @@ def _sliding_theta(config: dict[str, Any]) -> float:
 def from_hf(config: dict[str, Any]) -> Architecture:
     """The architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
 
-    Raises:
-      ValueError: the model type, activation, rotary scaling or attention window isn't one this decoder computes, or a
-        size is missing.
+    Raises ValueError where this decoder does not compute it, or a size is missing.
     """
     family = config.get("model_type")
     if "collection" in config:

@@ -93,8 +93,7 @@ def _rotary(file: pathlib.Path, header: gguf.Header, family: str, theta: float) 
 def config(file: pathlib.Path) -> dict[str, Any]:
     """Returns the config.json that the Hugging Face folder of the model would have.
 
-    Raises:
-      ValueError: the file is damaged, or its model is of another family or incomplete.
+    Raises ValueError where the file is damaged, or its model is of another family or incomplete.
     """
     header = gguf.read(file)
     metadata, family = header.metadata, header.metadata.get("general.architecture")

@@ -186,8 +186,7 @@ def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Heade
 def check_weights(folder: pathlib.Path, architecture: Architecture) -> list[pathlib.Path]:
     """Returns the files with the weights of a folder, by whose headers every tensor is there with its shape.
 
-    Raises:
-      ValueError: a file or a tensor is missing, or does not fit the architecture.
+    Raises ValueError where a file or a tensor is missing, or does not fit the architecture.
     """
     files = weight_files.find(folder)
     headers = weight_files.read_headers(files)

@@ -172,8 +172,7 @@ def bank(base: Params, architecture: Architecture, size: Lora, count: int, dtype
 def put_into_bank(params: Params, adapters: Params, lora: Lora, index: int) -> Params:
     """Returns a bank with an adapter at `index`. Only the old bank's base may still be used.
 
-    Raises:
-      ValueError: the adapter has a larger rank than there is room for, or other targets.
+    Raises ValueError if the adapter has a larger rank than there is room for, or other targets.
     """
     weights, matrices = flatten(params), flatten(adapters)
     for name, room in weights.items():

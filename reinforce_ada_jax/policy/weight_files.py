@@ -68,8 +68,7 @@ def _indexed(folder: pathlib.Path) -> list[pathlib.Path]:
 def find(folder: pathlib.Path) -> list[pathlib.Path]:
     """The files with the weights of a model: `model.safetensors`, the shards of its index, or else one GGUF file.
 
-    Raises:
-      ValueError: there are none, or the index is malformed, incomplete, or names a file outside the folder.
+    Raises ValueError where there are none, or the index is malformed, incomplete, or names a file outside the folder.
     """
     if (file := gguf.find(folder)) is not None:
         return [file]
@@ -94,10 +93,8 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
 def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
     """Every tensor in `files`, by name; no tensor is read.
 
-    The library refuses files in which a byte of the data belongs to no tensor or to two.
-
-    Raises:
-      ValueError: a file is damaged or its header is wrong, or a tensor is in two of them.
+    The library refuses files in which a byte of the data belongs to no tensor or to two. Raises ValueError where a file
+    is damaged or its header is wrong, or a tensor is in two of them.
     """
     headers: dict[str, Header] = {}
     for file in files:
@@ -150,8 +147,7 @@ def check_new(folder: pathlib.Path) -> None:
 def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Gives `.NAME.partial` beside `folder` to write into, and renames it at the end: all files appear, or none.
 
-    Raises:
-      ValueError: `folder` exists and is not an empty folder.
+    Raises ValueError if `folder` exists and is not an empty folder.
     """
     check_new(folder)
     partial = folder.parent / f".{folder.name}.partial"

@@ -268,8 +268,7 @@ class Engine:
     ) -> DecodeState:
         """Starts a response to a prefilled prompt in `slot`, and releases what the slot held before.
 
-        Raises:
-          ValueError: there are several replicas, or the pool is too small for all slots at their longest.
+        Raises ValueError if there are several replicas, or the pool is too small for all slots at their longest.
         """
         o = self.options
         if self.replicas > 1:

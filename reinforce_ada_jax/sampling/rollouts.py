@@ -382,11 +382,7 @@ class _Session:
         self._return_state()
 
     def _close_all(self) -> None:
-        """Closes all prompts, with the next window.
-
-        Raises:
-          RuntimeError: some prompts were never opened.
-        """
+        """Closes all prompts, with the next window; RuntimeError if some were never opened."""
         waiting = sum(scheduler.num_unopened for scheduler in self.schedulers)
         if waiting:
             raise RuntimeError(

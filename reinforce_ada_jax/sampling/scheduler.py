@@ -267,8 +267,7 @@ class Scheduler:
     def process_outputs(self, outputs: WindowOutputs, policy_version: int) -> list[Response]:
         """Returns the responses that ended in the oldest window in flight, by output row.
 
-        Raises:
-          RuntimeError: requests wait, and the pool has no room for any of them.
+        Raises RuntimeError where requests wait, and the pool has no room for any of them.
         """
         if self.options.check_invariants:
             invariants.check_outputs(outputs, self.rows)

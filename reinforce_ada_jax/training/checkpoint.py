@@ -285,11 +285,7 @@ class Checkpoints:
             raise NotSavedError(f"no checkpoint could be written to {self.folder}: {reason}") from error
 
     def record(self, iteration: int) -> dict[str, Any]:
-        """Returns the JSON record of an iteration.
-
-        Raises:
-          DamagedError: it can't be read, or is not what was saved.
-        """
+        """Returns the JSON record of an iteration; DamagedError if it can't be read, or is not what was saved."""
         return records.read(self.folder, iteration)
 
     def restore(
@@ -383,10 +379,8 @@ class Checkpoints:
     ) -> tuple[LearnerState, dict[str, Any], Params | None] | None:
         """Returns what `restore` returns of the newest undamaged checkpoint, or None without a checkpoint.
 
-        Damaged ones are moved away, and `say` gets a warning. `target`, `sampler` and `accept` are those of `restore`.
-
-        Raises:
-          ValueError: all are damaged; or not all processes see the same folder.
+        Damaged ones are moved away, and `say` gets a warning; ValueError if all are damaged, or processes see different
+        folders.
         """
         for text in self.warnings():
             say(text)

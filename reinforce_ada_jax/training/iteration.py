@@ -84,8 +84,7 @@ def _write_journal(run: Run, state: RunState, collected: CollectedShard) -> None
 def _report(run: Run, state: RunState, groups: Sequence[Group]) -> None:
     """Writes some responses as text, and says what is wrong with the verdicts or the groups.
 
-    Raises:
-      TrainingStopped: too many responses could not be graded.
+    Raises TrainingStopped if too many responses could not be graded.
     """
     if processes.is_writer():
         file = run.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"

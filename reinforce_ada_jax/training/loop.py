@@ -113,8 +113,7 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
 def _outcome_of(run: Run, state: RunState, error: Exception) -> Outcome | None:
     """Saves the last state before an error; returns the end of the run, or None if the error is to be raised.
 
-    Raises:
-      OSError: the state can't be saved.
+    Raises OSError if the state can't be saved.
     """
     if isinstance(error, Interrupted):
         return _interrupted(run, state)
