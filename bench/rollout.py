@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
 from bench import adaptive, command_line, engines, inputs, models, workloads
@@ -150,18 +149,16 @@ def _logprob_gaps(
     workload: Workload,
     baseline: JsonSubprocess | None,
 ) -> dict[str, float]:
-    """Largest differences from the workload's log-probabilities, if it was made for this model, and in float32 from
-    the baseline's on the first prompts."""
+    """Distances from the workload's log-probabilities, if it was made for this model, and in float32 from the
+    baseline's on the first prompts, in units of rounding."""
     gaps = {}
     if not options.shape and workload.reference is not None:
-        gaps["workload"] = models.check_logprobs(architecture, params, *workload.reference, "the workload")
+        tokens, expected = workload.reference
+        gaps["workload"] = models.check_logprobs(architecture, params, [tokens], [expected], "the workload")
     if baseline is not None and baseline.name != "llama.cpp" and options.dtype == "float32":
         rows = [prompt.tokens for prompt in workload.prompts[:4]]
         scored = baseline.ask("score", rows=[row.tolist() for row in rows])["logprobs"]
-        gaps[baseline.name] = max(
-            models.check_logprobs(architecture, params, row, np.array(expected, np.float32), baseline.name)
-            for row, expected in zip(rows, scored, strict=True)
-        )
+        gaps[baseline.name] = models.check_logprobs(architecture, params, rows, scored, baseline.name)
     return gaps
 
 

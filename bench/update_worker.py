@@ -1,7 +1,7 @@
 """The learner as a process of its own, for `bench.update`; see baselines/json_worker.py for the protocol.
 
 {"command": "load", "model": DIR or null, "architecture": {...}, "dtype": "float32", "rows": 64, ...}
-{"command": "score", "examples": [...]}  -> {"logprobs"}, of each response's tokens
+{"command": "score", "examples": [...]}  -> {"logprobs", "of_neighbours"}, of each response's tokens
 {"command": "begin", "examples": [...]}  -> {"rows"}: the minibatch that every update takes
 {"command": "run"}                       -> {"seconds", "loss", "grad_norm", "put_s", "dispatch_s", ...}, one update
 """
@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.baselines.json_worker import reset_peak, serve
 from bench.measuring import machine, memory_bytes
+from bench.models import neighbours
 from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, ModelConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
@@ -120,10 +121,14 @@ class UpdateWorker:
         )
 
     def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-        """Log-probabilities of each response's tokens."""
+        """Log-probabilities of each response's tokens, and those under neighbours of the weights."""
         batch = self.learner.put(self._batch(examples, per_row=1))
-        scored = np.asarray(self.learner.score(self.params, batch)).reshape(self.sizes.rows, -1)
-        return {"logprobs": [row[: len(one["response"])].tolist() for row, one in zip(scored, examples, strict=False)]}
+
+        def scored(params: Params) -> list[list[float]]:
+            rows = np.asarray(self.learner.score(params, batch)).reshape(self.sizes.rows, -1)
+            return [row[: len(one["response"])].tolist() for row, one in zip(rows, examples, strict=False)]
+
+        return {"logprobs": scored(self.params), "of_neighbours": scored(neighbours(self.params))}
 
     def begin(self, examples: list[dict[str, Any]], leave_out: bool = False) -> dict[str, int]:
         """Sets the minibatch of all updates; returns the number of its rows that have tokens.

@@ -93,7 +93,7 @@ def test_rollout(tmp_path, model, workload, capsys):
     assert result["useful_tokens_per_s"] == pytest.approx(32 / np.median(result["seconds"]))
     assert result["recompilations"] == 0 and 2 <= result["compile_count"] and result["compile_seconds"] > 0
     assert result["prefills"] == 3 and result["peak_memory_bytes"] > 1e6
-    assert result["logprob_gap"]["workload"] < 1e-5
+    assert result["logprob_gap"]["workload"] < 1
     assert (result["slots"], result["window"], result["page_size"], result["dtype"]) == (2, 4, 4, "float32")
     assert result["platform"] == "cpu" and result["jax"] == jax.__version__
     assert result["model"]["num_parameters"] == ARCHITECTURE.num_parameters
@@ -108,11 +108,11 @@ def test_rollout(tmp_path, model, workload, capsys):
 
 def test_another_model_is_refused(model, workload, capsys):
     reference = json.loads(workload.read_text())["reference"]
-    reference["logp"][3] += 2e-4
+    reference["logp"][3] += 2e-5
     change(workload, reference=reference)
     with pytest.raises(SystemExit, match="2"):
         run("rollout", f"--model={model[0]}", f"--workload={workload}")
-    assert "the model's log-probabilities and those of the workload differ by up to 0.0002" in capsys.readouterr().err
+    assert "in units of rounding, and those of the workload differ by" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,12 @@ def test_against_a_baseline(model, workload, fake, capsys):
     assert result["against"]["useful_tokens_per_s"] == 32 / 50
     assert result["ratio"] == pytest.approx(result["useful_tokens_per_s"] / (32 / 50))
     assert result["against"]["responses"] == 6 and result["against"]["fake"] == "float32"
-    assert result["logprob_gap"]["fake"] < 1e-5
+    assert result["logprob_gap"]["fake"] < 1
     # Another model there: no comparison.
     scores.write_text(json.dumps([[-1.0] * 2, [-1.0] * 5, [-1.0]]))
     with pytest.raises(SystemExit, match="2"):
         run("rollout", *flag, *against)
-    assert "log-probabilities and those of fake differ by" in capsys.readouterr().err
+    assert "in units of rounding, and those of fake differ by" in capsys.readouterr().err
 
 
 def test_a_baseline_that_cannot_start(model, workload, fake, capsys):
