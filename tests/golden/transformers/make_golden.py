@@ -125,9 +125,8 @@ def _record_modules(model: transformers.PreTrainedModel, recording: dict[str, np
     return [*hooks, layer.register_forward_pre_hook(keep_input)]
 
 
-def record(model: transformers.PreTrainedModel, seed: int, length: int = 24, count: int = 16) -> dict[str, np.ndarray]:
-    """Records the arrays of the module's docstring, for two rows of `length` random tokens."""
-    tokens = np.random.default_rng(seed).integers(3, model.config.vocab_size, (2, length)).astype(np.int32)
+def record_forward(model: transformers.PreTrainedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Records the arrays of the module's docstring for rows of tokens, except `greedy`."""
     rotary = model.model.rotary_emb
     frequencies = rotary.full_attention_inv_freq if hasattr(rotary, "full_attention_inv_freq") else rotary.inv_freq
     recording = {"tokens": tokens, "frequencies": frequencies.numpy()}
@@ -143,11 +142,17 @@ def record(model: transformers.PreTrainedModel, seed: int, length: int = 24, cou
     hooks = _record_modules(model, recording)
     with torch.no_grad():
         recording["logits"] = model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
-        for hook in hooks:
-            hook.remove()
-        family.apply_rotary_pos_emb = rotate
-        recording["greedy"] = greedy(model, tokens, count)
+    for hook in hooks:
+        hook.remove()
+    family.apply_rotary_pos_emb = rotate
     return {name: np.ascontiguousarray(value) for name, value in recording.items()}
+
+
+def record(model: transformers.PreTrainedModel, seed: int, length: int = 24, count: int = 16) -> dict[str, np.ndarray]:
+    """Records the arrays of the module's docstring, for two rows of `length` random tokens."""
+    tokens = np.random.default_rng(seed).integers(3, model.config.vocab_size, (2, length)).astype(np.int32)
+    with torch.no_grad():
+        return {**record_forward(model, tokens), "greedy": greedy(model, tokens, count)}
 
 
 def main():
