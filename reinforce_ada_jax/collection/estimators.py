@@ -58,7 +58,6 @@ class Ema:
         return {"counts": {name: list(counts) for name, counts in self._counts.items()}}
 
     def load_json(self, saved: Mapping[str, Any]) -> None:
-        """Restores the state that `to_json` returned."""
         self._counts = {name: (drawn, correct) for name, (drawn, correct) in saved["counts"].items()}
 
 

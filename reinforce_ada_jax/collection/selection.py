@@ -186,11 +186,9 @@ class Shuffled:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the cursor."""
         return dataclasses.asdict(self._cursor)
 
     def load_json(self, saved: Mapping[str, Any]) -> None:
-        """Restores the cursor."""
         self._cursor = PromptCursor(**saved)
 
 
@@ -268,11 +266,9 @@ class Proportional:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all sums; float64 numbers come back unchanged."""
         return {"pass_rates": self._pass_rates.to_json(), "bins": self._bins.tolist()}
 
     def load_json(self, saved: Mapping[str, Any]) -> None:
-        """Restores the sums."""
         self._pass_rates.load_json(saved["pass_rates"])
         self._bins = np.array(saved["bins"])
 

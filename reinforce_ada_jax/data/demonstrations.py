@@ -98,10 +98,8 @@ def read(
     """Returns the demonstrations of a source, in its order; none is cut or left out.
 
     The source is as for `load_problems`, the columns of prompt and response as the user named them, template and chat
-    as for `Tokenizer.render`. A response is counted with its end token. `report` gets a line on what was read.
-
-    Raises:
-      ValueError: a row has no response, or prompts or responses are longer than their limits.
+    as for `Tokenizer.render`. A response is counted with its end token. `report` gets a line on what was read. Raises
+    ValueError where a row has no response, or prompts or responses are longer than their limits.
     """
     # Messages have both parts; a text beside them may be that of their first message alone.
     problems = load_problems(source, Columns(columns.problem, NO_ANSWER, messages_first=True))

@@ -216,10 +216,8 @@ def to_problems(
     """Returns the problems of the rows of a source, in its order; rows are (number, object with JSON values).
 
     `unit` is the name of a row in messages. With `unique_ids` an `id` that comes twice is refused. Otherwise the second
-    gets "-2": merged sets repeat ids, and a user can't edit them.
-
-    Raises:
-      ValueError: a row is no problem, two rows have one id, or there are none; the message begins with source and row.
+    gets "-2": merged sets repeat ids, and a user can't edit them. Raises ValueError, with source and row, where a row
+    is no problem, two rows have one id, or there are none.
     """
     problems: list[Problem] = []
     first_of_id: dict[str, int] = {}

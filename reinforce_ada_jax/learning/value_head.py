@@ -173,7 +173,6 @@ class ValueHead:
         return {"arrays": [x.tolist() for x in jax.tree.leaves((self._head, self._optimizer))]}
 
     def load_json(self, saved: Mapping[str, Any]) -> None:
-        """Restores what `to_json` saved."""
         own, structure = jax.tree.flatten((self._head, self._optimizer))
         arrays = [np.asarray(x, array.dtype)[()] for x, array in zip(saved["arrays"], own, strict=True)]
         self._head, self._optimizer = jax.tree.unflatten(structure, arrays)

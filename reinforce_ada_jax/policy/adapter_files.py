@@ -88,11 +88,8 @@ def save(
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained(model, folder)` reads; whole, or not at all.
 
-    The folder doesn't exist yet, or is empty; `base` is named in its file. Where several processes hold the adapters,
-    each calls this, and process 0 writes.
-
-    Raises:
-      ValueError: the destination is not empty.
+    The folder doesn't exist yet, or is empty, or else ValueError is raised; `base` is named in its file. Where several
+    processes hold the adapters, each calls this, and process 0 writes.
     """
     tensors = peft_tensors(architecture, adapters, lora)
     if not processes.is_writer():

@@ -94,10 +94,8 @@ def attend(query, key, value, layer, carry, *, mesh: Mesh, max_segments: int, se
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
     Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Arguments are as of
-    `transformer.Attend`; segment ids are ascending in each row, with at most `max_segments` sequences.
-
-    Raises:
-      ValueError: packed rows with 2^31 numbers of queries or more on a device.
+    `transformer.Attend`; segment ids are ascending in each row, with at most `max_segments` sequences. Raises
+    ValueError for packed rows with 2^31 numbers of queries or more on a device.
     """
     del layer  # none is a sliding one: `platform.resolve` refuses them
     heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))

@@ -97,7 +97,6 @@ class Retention(checkpoint_managers.PreservationPolicy):
         *,
         context: checkpoint_managers.PreservationContext,
     ) -> list[bool]:
-        """Answers Orbax."""
         del context
         retained = self.of([each.step for each in checkpoints if each.step not in self.foreign]) | self.foreign.keys()
         return [checkpoint.step in retained for checkpoint in checkpoints]
