@@ -6,6 +6,7 @@ grader is the published one (`differences`, `column`).
 """
 
 import dataclasses
+import operator
 import pathlib
 from collections.abc import Mapping
 
@@ -109,15 +110,10 @@ _ALL: dict[str, tuple[object, ...]] = {
 }
 
 
-def _value(config: Config, key: str) -> object:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
-
-
 def differences(config: Config, model: str) -> tuple[str, ...]:
     """Returns the settings in which a run of a model differs from the paper's run of the same strategy."""
     expected = _ALL | _BY_STRATEGY[config.collection.strategy] | {"data.prompts": tuple(PROMPT_SETS[model])}
-    found = {key: _value(config, key) for key in expected}
+    found: dict[str, object] = {key: operator.attrgetter(key)(config) for key in expected}
     found["data.prompts"] = config.data.prompts.removesuffix(":train")
     expected["collection.correction"] = ("none",)
     found["collection.correction"] = collection_rules.correction(config.collection)

@@ -107,12 +107,6 @@ def _own_processes() -> int:
     return total
 
 
-def _become(owner: int) -> None:
-    os.setgroups([])
-    os.setresgid(owner, owner, owner)
-    os.setresuid(owner, owner, owner)
-
-
 def _take_descriptors(stdin: int, stdout: int, channel: int | None, report: int) -> int:
     """Makes the pipes standard input and output, and closes all but them, the channel and the returned report."""
     null = os.open(os.devnull, os.O_RDWR)
@@ -148,7 +142,9 @@ def _become_program(program: Program, limits: Limits, owner: int | None, folder:
             signal.signal(number, signal.SIG_DFL)
     _set_limits(limits, others)
     if owner is not None:
-        _become(owner)
+        os.setgroups([])
+        os.setresgid(owner, owner, owner)
+        os.setresuid(owner, owner, owner)
     seccomp.install(signals=folder is None)
     environment = _ENVIRONMENT | {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
     os.execve(sys.executable, [sys.executable, "-I", *program.arguments], environment)
