@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,8 +32,30 @@ SMALL = {
 }  # fmt: skip
 
 
+class Kind(NamedTuple):
+    """A kind of run: its processes, the devices of each, and further settings."""
+
+    processes: int
+    devices: int = 1
+    changes: tuple[tuple[str, object], ...] = ()
+
+    def settings(self) -> dict[str, object]:
+        """Returns the settings of its runs."""
+        return SMALL | {"mesh.data": self.processes} | dict(self.changes)
+
+
+ONE = Kind(1)
+# Each update has 4 of 12 prompts, in parts of one response.
+SEVERAL_UPDATES = Kind(1, changes=(("learning.prompts_per_update", 4), ("learning.micro_batches", 16)))
+KINDS = (
+    ONE, Kind(2), Kind(3), Kind(4), SEVERAL_UPDATES,
+    Kind(2, changes=(("mesh.data", 1), ("mesh.fsdp", 2), ("collection.strategy", "ngu"))),
+    Kind(1, devices=2, changes=(("mesh.sampler", 1), ("collection.max_staleness", 0))),
+)  # fmt: skip
+
+
 class Runs:
-    """Runs of the built-in model: each a number of processes on loopback, one device each."""
+    """Runs of the built-in model: each a number of processes on loopback."""
 
     def __init__(self, bench: Bench):
         self._bench, self._unbroken, self._numbers = bench, {}, 0
@@ -43,18 +66,18 @@ class Runs:
         self._numbers += 1
         return self._bench.scratch / f"run-{self._numbers}"
 
-    def start(self, workdir: pathlib.Path, count: int, *more: str, how: tuple[str, ...] = ()) -> list[Forked]:
+    def start(self, workdir: pathlib.Path, kind: Kind, *more: str, how: tuple[str, ...] = ()) -> list[Forked]:
         """Starts the processes of a run."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        settings = SMALL | {"mesh.data": count}
+        count = kind.processes
         flags = ["--config=configs/tiny.py", f"--config.evaluation.benchmarks=({self._benchmark!r},)"]
-        flags += [f"--config.{key}={value}" for key, value in settings.items()]
+        flags += [f"--config.{key}={value}" for key, value in kind.settings().items()]
         arguments = [*(how or ("-m", "reinforce_ada_jax.train")), *flags, f"--workdir={workdir}", *more]
         started = []
         for index in range(count):
-            env = environment(f"--xla_force_host_platform_device_count=1 {compiling.COMMANDS}")
+            env = environment(f"--xla_force_host_platform_device_count={kind.devices} {compiling.COMMANDS}")
             # The program's own folder of compiled programs, which kills must not damage, in place of JAX's.
             env = {name: value for name, value in env.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
             env["XDG_CACHE_HOME"] = os.environ[compiling.CHOSEN]
@@ -64,14 +87,14 @@ class Runs:
             started.append(Forked(arguments, env))
         return started
 
-    def unbroken(self, count: int) -> tuple[pathlib.Path, float]:
+    def unbroken(self, kind: Kind) -> tuple[pathlib.Path, float]:
         """Returns the work directory of an undisturbed run, and its seconds."""
-        if count not in self._unbroken:
+        if kind not in self._unbroken:
             workdir, began = self.new_folder(), time.monotonic()
-            codes, said = ended(self.start(workdir, count))
-            assert codes == [0] * count, said
-            self._unbroken[count] = workdir, time.monotonic() - began
-        return self._unbroken[count]
+            codes, said = ended(self.start(workdir, kind))
+            assert codes == [0] * kind.processes, said
+            self._unbroken[kind] = workdir, time.monotonic() - began
+        return self._unbroken[kind]
 
 
 def ended(processes: list[Forked]) -> tuple[list[int], list[str]]:
@@ -109,12 +132,12 @@ def one_line(text: str) -> bool:
     return len(errors) <= 1 and "Traceback" not in text
 
 
-def _kill_once(runs: Runs, workdir: pathlib.Path, count: int, rng: random.Random) -> str:
+def _kill_once(runs: Runs, workdir: pathlib.Path, kind: Kind, rng: random.Random) -> str:
     """Starts a run, ends one of its processes at a random moment, and checks how all of them end."""
-    how, victim = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)), rng.randrange(count)
-    delay = rng.uniform(0.0, runs.unbroken(count)[1])
-    what = f"{how.name} of process {victim} of {count} after {delay:.2f} s"
-    processes = runs.start(workdir, count)
+    how, victim = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)), rng.randrange(kind.processes)
+    delay = rng.uniform(0.0, runs.unbroken(kind)[1])
+    what = f"{how.name} of process {victim} of {kind} after {delay:.2f} s"
+    processes = runs.start(workdir, kind)
     time.sleep(delay)
     processes[victim].send_signal(how)
     codes, said = ended(processes)
@@ -129,16 +152,16 @@ def _kill_once(runs: Runs, workdir: pathlib.Path, count: int, rng: random.Random
 
 
 def kills(bench: Bench) -> None:
-    """SIGKILL and SIGTERM of one of 1, 2, 3 and 4 processes, up to three times in a run, and a resume to its end."""
+    """SIGKILL and SIGTERM of one process of a run of each kind, up to three times in a run, and a resume to its end."""
     runs, number = Runs(bench), 0
     while bench.goes_on():
-        count = (1, 2, 3, 4)[number % 4]
-        with bench.case(f"kills, run {number} of {count} processes"):
-            unbroken, _ = runs.unbroken(count)
+        kind = KINDS[number % len(KINDS)]
+        with bench.case(f"kills, run {number}, {kind}"):
+            unbroken, _ = runs.unbroken(kind)
             workdir = runs.new_folder()
-            whats = [_kill_once(runs, workdir, count, bench.rng) for _ in range(bench.rng.randrange(1, 4))]
-            codes, said = ended(runs.start(workdir, count))
-            assert codes == [0] * count, f"the resume after {whats}: {codes} {said}"
+            whats = [_kill_once(runs, workdir, kind, bench.rng) for _ in range(bench.rng.randrange(1, 4))]
+            codes, said = ended(runs.start(workdir, kind))
+            assert codes == [0] * kind.processes, f"the resume after {whats}: {codes} {said}"
             try:
                 assert_same_bits(workdir, unbroken)
             except AssertionError as error:
@@ -189,15 +212,15 @@ def _damage(checkpoints: pathlib.Path, foreign: pathlib.Path, rng: random.Random
 def checkpoints(bench: Bench) -> None:
     """Damaged, renamed and foreign checkpoints: a resume makes the bits of the undisturbed run."""
     runs = Runs(bench)
-    unbroken, _ = runs.unbroken(1)
+    unbroken, _ = runs.unbroken(ONE)
     foreign = runs.new_folder()
-    codes, said = ended(runs.start(foreign, 1, "--config.seed=5"))
+    codes, said = ended(runs.start(foreign, ONE, "--config.seed=5"))
     assert codes == [0], said
     while bench.goes_on():
         workdir = shutil.copytree(unbroken, runs.new_folder())
         what = _damage(workdir / "checkpoints", foreign, bench.rng)
         with bench.case(what):
-            codes, said = ended(runs.start(workdir, 1))
+            codes, said = ended(runs.start(workdir, ONE))
             assert codes == [0] and one_line(said[0]), (codes, said)
             for stray in (workdir / "checkpoints").iterdir():  # what does not belong is left alone
                 if stray.name.isdecimal() and int(stray.name) > ITERATIONS:
@@ -231,21 +254,22 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 def disk(bench: Bench) -> None:
     """Disks that are full at a random moment: one line and exit code 1, and with more space the bits of the run."""
     runs, number = Runs(bench), 0
-    unbroken, _ = runs.unbroken(1)
-    whole = sum(file.stat().st_size for file in unbroken.rglob("*") if file.is_file()) // 1024
     while bench.goes_on():
+        kind = (ONE, SEVERAL_UPDATES)[number % 2]
+        unbroken, _ = runs.unbroken(kind)
+        whole = sum(file.stat().st_size for file in unbroken.rglob("*") if file.is_file()) // 1024
         number += 1
         kilobytes = bench.rng.randrange(8, whole)
         place = bench.scratch / f"disk-{number}"
-        with bench.case(f"a disk of {kilobytes} KB"), _small_disk(place, kilobytes) as mounted:
+        with bench.case(f"a disk of {kilobytes} KB, {kind}"), _small_disk(place, kilobytes) as mounted:
             workdir = place / "run"
             if not mounted:
                 kilobytes = bench.rng.randrange(1, 100)
             how = () if mounted else ("-c", LIMITED.replace("KILOBYTES", str(kilobytes)))
-            codes, said = ended(runs.start(workdir, 1, how=how))
+            codes, said = ended(runs.start(workdir, kind, how=how))
             assert codes in ([0], [cli.STOPPED]) and one_line(said[0]), (kilobytes, mounted, codes, said)
             if mounted:
                 subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
-            codes, said = ended(runs.start(workdir, 1))
+            codes, said = ended(runs.start(workdir, kind))
             assert codes == [0], (kilobytes, codes, said)
             assert_same_bits(workdir, unbroken)
