@@ -193,7 +193,7 @@ def _expansion(step: dict[str, Any]) -> int:
 
 
 def _tokenizer_json(file: pathlib.Path) -> tokenizers.Tokenizer:
-    with native_errors(f"copy {file} again: it is not a tokenizer that `tokenizers` can read"):
+    with native_errors(f"{file} is not a tokenizer that `tokenizers` can read: copy it again"):
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
         parts = [
             json.loads(part.__getstate__()) for part in (tokenizer.normalizer, tokenizer.decoder) if part is not None

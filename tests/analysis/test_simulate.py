@@ -213,7 +213,7 @@ def refused(capsys, arguments, parts) -> None:
         (["--strategy=balance+logarithm"], ["objective is 'logarithm'", "identity, log, power"]),
         (["--strategy=none.py:f"], ["there is no file 'none.py'"]),
         (["--pass_rates=0:1"], ["'0:1'", "0 < LOW < HIGH < 1", "comma list"]),
-        (["--pass_rates=0.1:0.9:1"], ["at least 2 points"]),
+        (["--pass_rates=0.1:0.9:1"], ["2 to 10,000 points"]),
         (["--pass_rates=0.1,1.1"], ["[0, 1]", "1.1"]),
         (["--pass_rates=many"], ["'many'", "LOW:HIGH:COUNT"]),
         (["--strategy=estimate", "--max_draws=6"], ["samples_per_round is 8", "at most 6"]),

@@ -172,7 +172,7 @@ def test_what_a_folder_lacks_is_named(tmp_path):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer.json again: it is not a tokenizer that"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer that"):
         Tokenizer.load(tmp_path)
 
 
