@@ -53,7 +53,8 @@ def engine_options(config: Config, architecture: Architecture, platform: str) ->
     own = "jnp" if architecture.window else FOR_PLATFORM[platform]
     attention = own if config.sampling.attention == "auto" else config.sampling.attention
     if attention not in (own, "jnp"):
-        raise ValueError(f"sampling.attention is {attention!r}: a {platform.upper()} takes auto, {own} or jnp.")
+        takes = "auto or jnp for a model with sliding windows" if architecture.window else f"auto, {own} or jnp"
+        raise ValueError(f"sampling.attention is {attention!r}: a {platform.upper()} takes {takes}.")
     options = dataclasses.replace(options, attention=attention)
     return with_drafts(options, architecture, config.sampling.drafts, platform)
 

@@ -173,8 +173,7 @@ def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | Non
     """
     exponents = jnp.arange(0, architecture.head_dim, 2, dtype=jnp.float32) / architecture.head_dim
     if slides is not None and architecture.sliding_theta is not None:
-        full = dataclasses.replace(architecture, sliding_theta=None)
-        return jnp.where(slides, 1.0 / architecture.sliding_theta**exponents, rotary_frequencies(full))
+        return jnp.where(slides, 1.0 / architecture.sliding_theta**exponents, rotary_frequencies(architecture))
     inverse = 1.0 / architecture.rope_theta**exponents
     scaling = architecture.rope_scaling
     if scaling is None:
@@ -197,7 +196,7 @@ def rotate(
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
-def _one(architecture: Architecture) -> float:
+def norm_start(architecture: Architecture) -> float:
     """The weight with which a norm multiplies by 1."""
     return 0.0 if architecture.is_gemma else 1.0
 
@@ -223,7 +222,7 @@ class Attention(nnx.Module):
             self.value_bias = declare((k, h), ("kv_heads", "head"))
         if architecture.qk_norm:
             whole = architecture.qk_norm_whole
-            one = _one(architecture)
+            one = norm_start(architecture)
             self.query_norm = declare(*(((n, h), ("heads", "head")) if whole else ((h,), ("head",))), constant=one)
             self.key_norm = declare(*(((k, h), ("kv_heads", "head")) if whole else ((h,), ("head",))), constant=one)
 
@@ -279,7 +278,7 @@ class Layer(nnx.Module):
     """Attention and feed-forward, each with a norm and its residual (assembled in `transformer.run`)."""
 
     def __init__(self, architecture: Architecture, declare: Declare):
-        d, one = (architecture.hidden_size,), _one(architecture)
+        d, one = (architecture.hidden_size,), norm_start(architecture)
         self.attention_norm = declare(d, ("embed",), constant=one)
         self.attention = Attention(architecture, declare)
         self.mlp_norm = declare(d, ("embed",), constant=one)

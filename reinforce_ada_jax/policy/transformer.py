@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, norm, row_adapters
+from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, norm, norm_start, row_adapters
 from reinforce_ada_jax.policy.quantization import Quantized
 
 Params = dict[str, Any]
@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         self.architecture = architecture
         self.embedding = declare((v, d), ("vocab", "embed"), fan_in=d)
         self.layers = Layer(architecture, Declare(layers_key, dtype, layers=architecture.num_layers))
-        self.final_norm = declare((d,), ("embed",), constant=0.0 if architecture.is_gemma else 1.0)
+        self.final_norm = declare((d,), ("embed",), constant=norm_start(architecture))
         if not architecture.tied_embedding:
             self.head = declare((d, v), ("embed", "vocab"), fan_in=d)
 

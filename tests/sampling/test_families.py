@@ -16,13 +16,16 @@ from tests.sampling import tiny
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor"),
-    [("mistral", 1), ("smollm3", 1), ("olmo2", 1), ("olmo2", 2), ("mistral_window", 1), ("gemma3", 2)],
-)
-def test_the_engine_agrees_with_a_full_forward_pass(family, tensor):
+    ("family", "tensor", "attention"),
+    [
+        ("mistral", 1, "jnp"), ("smollm3", 1, "jnp"), ("olmo2", 1, "jnp"), ("olmo2", 2, "jnp"),
+        ("mistral_window", 1, "jnp"), ("gemma3", 2, "jnp"), ("gemma3", 1, "invariant"),
+    ],
+)  # fmt: skip
+def test_the_engine_agrees_with_a_full_forward_pass(family, tensor, attention):
     architecture, params, _ = recording.golden(family)
     mesh = mesh_lib.make_mesh(tensor=tensor)
-    options = dataclasses.replace(tiny.OPTIONS, slots=4)
+    options = dataclasses.replace(tiny.OPTIONS, slots=4, attention=attention)
     options = dataclasses.replace(options, pages=enough_pages(options))
     rollouts = Rollouts(Engine(architecture, options, mesh=mesh))
     placed = jax.device_put(params, transformer.param_shardings(architecture, mesh))
