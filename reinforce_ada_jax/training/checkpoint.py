@@ -1,15 +1,14 @@
 """Checkpoints of a run, saved and restored by Orbax; training/state.py says what one holds.
 
-Saving runs in the background, one checkpoint at a time; one that was unfinished when the process died is never offered
-for a resume. Each array has a fingerprint in the JSON record, computed on the devices before it is written, so a
-flipped bit or a missing file is found before anything is trained on it.
+Saving runs in the background, one checkpoint at a time. A checkpoint that was unfinished when the process died is never
+used. The JSON record has a fingerprint of each array, computed on the devices before the array is written. So a flipped
+bit or a missing file is found before the run trains on it.
 
-What is learned of an iteration after it was saved (its evaluation, if a run was interrupted there) goes into the record
-alone: a small file, written atomically, so that a kill never touches the arrays. The record holds the evaluation, too,
-so a resumed run knows which checkpoints are the best.
+An evaluation that ends after its iteration was saved changes only the record: a small file, written atomically, so that
+a kill never damages the arrays. A resumed run reads the evaluations, and so knows the best checkpoints.
 
 Each record has the id of its run and its iteration (training/records.py). A checkpoint that was copied in from another
-run, or renamed, is never used, counted or removed; where the run needs its number, it is moved aside.
+run, or renamed, is never used, counted or removed. It is moved away if this run saves an iteration with its number.
 """
 
 import contextlib
@@ -41,15 +40,15 @@ from reinforce_ada_jax.training import fingerprints, records
 from reinforce_ada_jax.training.records import DamagedError, damaged, first_line
 from reinforce_ada_jax.training.save_times import SaveTimes, num_bytes
 
-# Folders beside `checkpoints`: for damaged ones, and for those of other runs that were in the way.
+# Folders next to `checkpoints`: damaged checkpoints, and those of other runs that had the number of a save.
 DAMAGED, FOREIGN = "damaged_checkpoints", "foreign_checkpoints"
 COMMITTED = "commit_success.txt"  # Orbax's last object of a checkpoint in a bucket
-# Threads of a failed save may still write files into its folder while it is removed.
+# Attempts to remove the folder of a failed save: its threads may still write files into it.
 REMOVALS = 20
 
 
 def _is_repeated(record: logging.LogRecord) -> bool:
-    """Returns True for a stack trace of Orbax's threads, one per array: an error here says it once."""
+    """Returns True for stack traces of Orbax's threads, one per array: NotSavedError gives the reason once."""
     return record.exc_info is not None and ("orbax" in record.pathname or record.name == "asyncio")
 
 
@@ -59,7 +58,7 @@ for _name in ("absl", "asyncio"):  # asyncio logs errors of Orbax's coroutines
 
 @functools.cache
 def _ignore_coroutines() -> None:
-    """Leaves out the stack traces of Orbax's coroutines, one per array, after one of them has failed."""
+    """Hides the stack traces of Orbax's coroutines: a failed save prints one per array."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -79,10 +78,10 @@ class Retention(checkpoint_managers.PreservationPolicy):
     """Rule for the checkpoints to keep; Orbax's own policies know only the evaluations of this process."""
 
     newest: int  # number of newest ones to keep
-    best: int  # number of those with the best evaluation; of equal ones the newest
-    every: int  # keep each iteration that this divides; 0: none
+    best: int  # number of best ones to keep by evaluation; of equal ones the newest
+    every: int  # keep each iteration that is a multiple of this; 0: none
     evaluations: dict[int, float]  # evaluation by iteration
-    foreign: dict[int, str]  # checkpoints of other runs, neither counted nor removed: {iteration: why it is one}
+    foreign: dict[int, str]  # checkpoints of other runs, neither counted nor removed: {iteration: reason}
 
     def of(self, iterations: Sequence[int]) -> set[int]:
         """Returns the iterations to keep."""
@@ -117,9 +116,9 @@ class Checkpoints:
     ):
         """Opens the folder, or makes it; `keep`, `keep_best`, `keep_every`: `newest`, `best`, `every` of `Retention`.
 
-        Checkpoints of runs with another id than `run_id` are left alone; None: only their numbers are checked. With
-        `writes` this is the one training in the work directory, and files of unfinished saves are removed. A reader
-        beside a training would remove what that is writing.
+        Checkpoints of runs with another id than `run_id` are left alone; with None only iterations are compared. With
+        `writes` this process trains in the work directory, and removes the files of unfinished saves. Another process
+        would remove a save in progress.
         """
         self.folder = buckets.checkpoints(workdir)
         self._writes, self._run_id = writes, run_id
@@ -128,7 +127,7 @@ class Checkpoints:
         _ignore_coroutines()
         if writes:
             self._remove_unfinished()
-            processes.any_of(False)  # waits until they are gone
+            processes.any_of(False)  # waits until process 0 has removed them
         self.times = SaveTimes(workdir)
         self._retention = Retention(keep, keep_best, keep_every, {}, {})
         self._manager = ocp.CheckpointManager(
@@ -161,9 +160,9 @@ class Checkpoints:
         return list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
 
     def _saved(self) -> tuple[dict[int, float], dict[int, str]]:
-        """Returns evaluations, and why those of other runs are such, by iteration, as process 0 reads them.
+        """Returns, by iteration, the evaluations and the reasons why checkpoints are foreign, as process 0 reads them.
 
-        A damaged record has neither: `restore_newest` finds it.
+        Damaged records are left out: `restore_newest` finds them.
         """
         evaluations, foreign = {}, {}
         for iteration in self._manager.all_steps() if processes.is_writer() else ():
@@ -206,11 +205,11 @@ class Checkpoints:
         evaluation: float | None = None,
         sampler: Params | None = None,
     ) -> None:
-        """Begins to write a checkpoint, once the one before is written; the state may be donated when this returns.
+        """Begins to write a checkpoint when the one before is written; the arrays may be donated after the call.
 
-        If the iteration is saved already, with the same arrays, only its record is replaced; a saved evaluation stays
-        if none is given. `run` is the record, to which the iteration and the run's id are added. `sampler` are the
-        weights that the next iteration is drawn from, where they are not the learner's.
+        If the iteration is already saved with the same arrays, only its record is replaced; a saved evaluation stays if
+        none is given. `run` is the record; iteration, run id and fingerprints are added. `sampler` has the weights that
+        the next iteration is drawn from, if they are not the learner's.
         """
         own = {"run_id": self._run_id, "iteration": iteration, "evaluation": evaluation}
         own["fingerprints"] = fingerprints.numbers(learner)
@@ -233,7 +232,8 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._saved_at, self._saving = time.monotonic(), iteration
             self.times.begin(iteration, num_bytes((learner, sampler)))
-            # force: otherwise Orbax skips, without a word, what is older than the newest folder, a foreign one too.
+            # force: otherwise Orbax silently skips an iteration that is older than the newest folder, even a foreign
+            # one.
             self._manager.save(iteration, args=ocp.args.Composite(**items), force=True)
 
     def seconds_since_save(self) -> float:
@@ -241,7 +241,7 @@ class Checkpoints:
         return time.monotonic() - self._saved_at
 
     def _amend(self, iteration: int, record: dict[str, Any]) -> None:
-        """Replaces a saved record, and removes the checkpoints that are not kept under its evaluation."""
+        """Replaces a saved record, and removes the checkpoints that `Retention` does not keep after its evaluation."""
         self._manager.wait_until_finished()
         saved = self.record(iteration)
         if record["evaluation"] is None:
@@ -249,7 +249,7 @@ class Checkpoints:
         changed = record["fingerprints"] == saved["fingerprints"] and records.checksum(record) != records.checksum(
             saved
         )
-        # Process 0 writes the record, so it decides; and all have read the old one when it does.
+        # Process 0 decides, because it writes the record. All processes have read the old one by then.
         if not processes.of_writer("changed" if changed else ""):
             return
         if processes.is_writer():
@@ -296,11 +296,11 @@ class Checkpoints:
     ) -> tuple[LearnerState, dict[str, Any], Params | None]:
         """Returns the learner's state of an iteration, its record, and the weights that the next one is drawn from.
 
-        `target` and `sampler` give shapes, dtypes and shardings. Without `sampler` these weights are not read; they are
-        None where the checkpoint has the learner's alone. `accept` may refuse the record with a ValueError.
+        `target` and `sampler` give shapes, dtypes and shardings. Without `sampler` the sampler's weights are not read.
+        They are None if the checkpoint has none. `accept` may refuse the record with a ValueError.
 
         Raises:
-          DamagedError: a part of it can't be read, by any process, or is not what was saved.
+          DamagedError: some process can't read a part of it, or a part is not what was saved.
         """
         record = self._record_of_all(iteration)
         accept(record)
@@ -376,10 +376,10 @@ class Checkpoints:
         say: Callable[[str], None],
         sampler: Params | None = None,
     ) -> tuple[LearnerState, dict[str, Any], Params | None] | None:
-        """Returns what `restore` returns of the newest undamaged checkpoint, or None without a checkpoint.
+        """Returns the newest undamaged checkpoint, as `restore` does, or None without a checkpoint.
 
-        Damaged ones are moved away, and `say` gets a warning; ValueError if all are damaged, or processes see different
-        folders.
+        Damaged ones are moved away, and `say` gets a warning. Raises ValueError if all are damaged, or if processes see
+        different folders.
         """
         for text in self.warnings():
             say(text)
@@ -422,11 +422,11 @@ class Checkpoints:
             buckets.move(self.folder / str(iteration), there / f"{iteration}.{number}")
         self._retention.evaluations.pop(iteration, None)
         self._retention.foreign.pop(iteration, None)
-        processes.any_of(False)  # waits until it is gone
+        processes.any_of(False)  # waits until process 0 has moved it
         self._manager.reload()
 
     def close(self) -> None:
-        """Releases Orbax's threads, and the space of a failed save; call `wait` before, which says why it failed."""
+        """Releases Orbax's threads, and removes a failed save. Call `wait` first: it says why a save failed."""
         with contextlib.suppress(Exception):
             self._manager.close()
         if self._writes:

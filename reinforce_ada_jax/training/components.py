@@ -68,7 +68,7 @@ from reinforce_ada_jax.training.environments import Environments
 from reinforce_ada_jax.training.reward_check import output_file, reward_columns
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
-# Slots of a replica where steps of many rows take as long as those of few: all devices but CPUs, and small models.
+# Slots of a replica where a step of many rows takes as long as one of few: not on CPUs, unless the model is small.
 MOST_SLOTS = 256
 # Prompt tokens that are prefilled before a decode step. A chunk takes its tokens from several prompts.
 PREFILL_TOKENS = 256
@@ -84,7 +84,7 @@ def local_folder(path: str) -> pathlib.Path:
 
 
 def model_folder(path: str) -> pathlib.Path:
-    """Returns the folder of a model: a folder of this machine; one of a bucket or of the hub is fetched once.
+    """Returns the local folder of a model; a model in a bucket or on the hub is downloaded once.
 
     Raises ValueError where the hub or the bucket has no such model.
     """
@@ -138,7 +138,7 @@ class Components:
         return collection_rules.draws_speculatively(collection) and not (chosen and collection.speculative is None)
 
     def prompts(self, source: str, config: Config, report: Callable[[str], None] | None = None) -> list[Prompt]:
-        """The tokenised prompts of a source; `report` gets a line on what was read."""
+        """Returns the tokenised prompts of a source; `report` gets a line on the columns that were read."""
         problems = load_problems(source, config)
         if report is not None:
             report(description(source, problems))
@@ -160,13 +160,13 @@ class Components:
         )
 
     def graders(self, verifiers: VerifierPool) -> VerifierPool | EnvironmentPool:
-        """Returns what gives the rewards, and knows of failures."""
+        """Returns the pool that gives the rewards."""
         return verifiers if self.environments is None else self.environments.pool
 
     def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
-        """Decodes responses and grades them against the reference answers, beside decoding where there are workers.
+        """Returns the function that decodes responses to text and grades them, without waiting if there are workers.
 
-        `grader` is one of the pool's others; by default that of training grades.
+        `grader` names one of the pool's other graders; by default training's grades.
         """
 
         def graded(prompt: Prompt, response: Response) -> Pair:
@@ -185,10 +185,10 @@ class Components:
 def choose_slots(
     config: Config, architecture: Architecture, platform: str, strategy: Strategy | None = None
 ) -> tuple[int, str]:
-    """Returns the slots of a replica, and why these, if `sampling.slots` leaves the choice open.
+    """Returns the number of slots of a replica, and the reason for it; "" if `sampling.slots` sets it.
 
     On CPUs the time of a step grows with its rows, idle ones included. So a training, which has a strategy, gets as
-    many slots as its rounds keep busy. Models as small as the built-in ones take the same time with any number.
+    many slots as its rounds keep busy. For models as small as the built-in ones the number makes no difference.
     """
     if config.sampling.slots:
         return config.sampling.slots, ""
@@ -202,11 +202,11 @@ def choose_slots(
 
 
 def _adapters_apart(config: Config) -> lora.Lora | None:
-    """Returns the adapters that are decoded beside their base; None where they are merged, or there are none.
+    """Returns the adapters that decoding keeps apart from their base; None if they are merged, or there are none.
 
-    W + scaling * A B, rounded to bfloat16, loses changes below 1/512 of a weight, and in int8 those below half a scale:
-    of a change of a thousandth the sampler had 0.37 (tests/sampling/test_engine.py). In float32 nothing is lost, a step
-    without the products of the adapters is faster, and invariant numerics need the same sums on both sides.
+    Merged weights, W + scaling * A B, lose changes below 1/512 of a weight in bfloat16, and below half a scale in int8:
+    the sampler had 0.37 of the policy's change (tests/sampling/test_engine.py). In float32 nothing is lost, so adapters
+    are merged: a step is faster, and invariant numerics need the same sums in sampler and learner.
     """
     is_float32 = config.model.compute_dtype == "float32" and config.sampling.weight_dtype == "model"
     return None if is_float32 else lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
@@ -215,14 +215,14 @@ def _adapters_apart(config: Config) -> lora.Lora | None:
 def engine_options(
     config: Config, architecture: Architecture, stop_ids: tuple[int, ...], slots: int | None = None
 ) -> EngineOptions:
-    """Returns the options of the engine that a configuration describes; what is 0 in it is computed.
+    """Returns the options of the engine that a configuration describes; settings that are 0 are computed.
 
     `slots` are those of `choose_slots`; None: `sampling.slots`.
     """
     sampling = config.sampling
     slots = slots or sampling.slots or MOST_SLOTS
-    # With only as many open prompts as slots, the queue runs dry while next rounds are on their way
-    # (docs/performance.md); behind a barrier none is closed before the last round has begun.
+    # With only as many open prompts as slots, the queue is empty while the next rounds are prepared
+    # (docs/performance.md). With a barrier, no prompt closes before the last prompt's round has begun.
     open_prompts = enough_open_prompts(slots, config.collection.samples_per_round)
     barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
     options = EngineOptions(
@@ -241,7 +241,7 @@ def engine_options(
         kv_dtype=sampling.kv_dtype,
         weight_dtype=sampling.weight_dtype,
         adapters=_adapters_apart(config),
-        # A resumed run has no texts of earlier iterations, and rows round by their position.
+        # A resumed run has no texts of earlier iterations, and results round differently by the position of a row.
         keep_drafts=not deterministic(config),
         tail=choose_tail(architecture),
         check_invariants=sampling.check_invariants,
@@ -250,8 +250,8 @@ def engine_options(
     options = dataclasses.replace(options, pages=pages)
     if not config.environment.path:
         return options
-    # A trajectory in flight has a row for what was said, and one in which the turn stays for the next one. Its pages
-    # are those of a response: `Trajectories` has as many trajectories at a time as there are slots.
+    # A trajectory in flight needs two more rows: one for its messages so far, and one that keeps its turn for the next
+    # turn. Its pages are those of a response: at most as many trajectories as slots are in flight.
     return dataclasses.replace(
         options,
         open_prompts=options.open_prompts + 2 * options.slots,
@@ -303,7 +303,7 @@ def deterministic(config: Config) -> bool:
 
 
 def rounds_alike(config: Config) -> bool:
-    """Returns True if a response that is drawn in another slot, beside others, has the same bits."""
+    """Returns True if a response keeps its bits when it is drawn in another slot, next to other responses."""
     if config.model.numerics == "invariant":
         return not config.collection.overlap_iterations  # idle slots decide which responses are prefetched
     return not deterministic(config)
@@ -316,14 +316,14 @@ def shaping(config: Config) -> Shaping:
 
 
 def benchmark_graders(config: Config) -> dict[str, str]:
-    """{benchmark: kind of reward} for those that are graded otherwise than training."""
+    """Returns {benchmark: kind of reward} of the benchmarks that have a grader of their own."""
     kinds = dict(entry.rsplit("=", 1) for entry in config.evaluation.graders)
     names = [prompts_lib.benchmark_name(source) for source in config.evaluation.benchmarks]
     return {name: kinds[name] for name in names if name in kinds}
 
 
 def check_graders(config: Config, sources: Sequence[str]) -> None:
-    """Raises ValueError where an entry of `evaluation.graders` is no default and names none of the benchmarks."""
+    """Raises ValueError if an entry of `evaluation.graders`, other than a default, names none of the benchmarks."""
     names = [prompts_lib.benchmark_name(source) for source in sources]
     for entry in config.evaluation.graders:
         named = entry.rpartition("=")[0] or entry
@@ -358,11 +358,11 @@ def _judge_settings(config: Config, folder: pathlib.Path | None) -> dict[str, An
 
 
 def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: GradeFn | None = None) -> VerifierPool:
-    """The verifier processes of a run; a context manager.
+    """Returns the verifier processes of a run, a context manager.
 
-    They grade by `reward.path` or `reward.kind`, and, where a call names it, by the kind of a configured benchmark.
-    What functions of `reward.path` print goes to a file in `folder` (None: to stderr), which is made when they start.
-    With `grade_fn`, which no worker could import, this process grades instead, without a time limit.
+    They grade by `reward.path` or `reward.kind`; a call may name the kind of a benchmark instead. The output of
+    `reward.path` functions goes to a file in `folder` (None: to stderr). With `grade_fn`, which a worker could not
+    import, this process grades, without a time limit.
 
     Raises:
       ValueError: `reward.path` names no function of a Python file, or there is `grade_fn` too.
@@ -394,14 +394,14 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
 
 
 def no_verifiers(config: Config) -> VerifierPool:
-    """A pool for runs in which no verifier grades: it has no process."""
+    """Returns a pool without processes, for runs in which no verifier grades."""
     return VerifierPool(math_answer.grade, 0, config.reward.time_limit_s)
 
 
 def load_params(config: Config, components: Components, dtype: str | None = None) -> Params:
-    """The weights of the model folder, where the learner wants them.
+    """Returns the weights of the model folder, with the learner's shardings.
 
-    In `dtype`, or else as master weights; where adapters are trained, in the precision that they are computed with.
+    The default `dtype` is float32; where adapters are trained it is `model.compute_dtype`.
     """
     model = config.model
     dtype = dtype or (model.compute_dtype if config.lora.rank else "float32")
@@ -409,7 +409,7 @@ def load_params(config: Config, components: Components, dtype: str | None = None
 
 
 def make_estimator(config: Config, components: Components) -> Ema | ValueHead:
-    """The estimator of pass rates that the `estimator` section describes."""
+    """Returns the estimator of pass rates that the `estimator` section describes."""
     if config.estimator.kind == "ema":
         return Ema()
     return ValueHead(

@@ -1,8 +1,8 @@
 """Drawing of the next iteration in a thread, on the sampler's devices, while the learner's devices update.
 
-The thread shares nothing with the updates that either of them changes: weights, prompts and estimates are fixed before
-it starts, and everything else of a collection (engine state, verifiers) is used by nobody else until it is finished. So
-a schedule decides which weights draw which iteration, and time decides nothing.
+The thread and the updates share nothing that one of them changes: weights, prompts and estimates are fixed before the
+thread starts. Only this thread uses the rest (engine state, verifiers) until the collection ends. So a schedule, and
+not time, decides which weights draw which iteration.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Drawn = TypeVar("Drawn")
 
 
 class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[Drawn]):
-    """At most one collection in flight. On exit it is broken off where it next asks whether to stop."""
+    """Runs at most one collection at a time, in a thread; on exit it ends where it next asks whether to stop."""
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="drawing")
@@ -28,20 +28,20 @@ class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[D
         self._phase = "collecting"
 
     def begin(self, draw: Callable[[Stop], Drawn]) -> None:
-        """Starts a collection, after the one before was taken; its phase is shown where it is waited for."""
+        """Starts a collection; the one before must have been taken. `wait` shows its phase."""
         assert self._drawing is None
         self._drawing = self._pool.submit(draw, Stop(self._ended.is_set, self._show))
 
     def wait(self, stop: Stop) -> None:
-        """Waits until nothing is in flight; `take` then says how it ended."""
+        """Waits until the collection has ended; `take` then returns it, or raises its error."""
         while self._drawing is not None and not self._drawing.done():
             stop.check(self._phase)
             wait([self._drawing], LOOK_EVERY_S)
 
     def take(self, stop: Stop) -> Drawn | None:
-        """Waits for the collection in flight and returns it, once; None if none was started.
+        """Waits for the collection and returns it, once; None if none was started.
 
-        What ended a collection is raised here, and Interrupted if the run was asked to end.
+        Raises the error that ended the collection, and Interrupted if the run was asked to end.
         """
         self.wait(stop)
         drawing, self._drawing = self._drawing, None

@@ -40,9 +40,9 @@ class Source:
     weights: Params  # to draw from: the learner's, or those that the engine made of them
     policy_version: int  # iterations whose updates are in the weights
     partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # of `RunState`
-    reshard: Reshard | None = None  # where the engine made the weights before; None: they are laid out now
+    reshard: Reshard | None = None  # cost of making the weights, if it was done before; None: it is done now
     stored: CollectedShard | None = None  # responses of this iteration that an earlier start has drawn
-    noise: ScoreNoise | None = None  # of scores so far, where the control variate depends on it
+    noise: ScoreNoise | None = None  # expected from scores so far, if the control variate uses it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +90,8 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     """Draws and grades responses until every prompt's rule is met.
 
     Raises:
-      Interrupted: `stop` raised it, here or in another process; `run.journal` has what was drawn, if it may be used.
+      Interrupted: `stop` raised it, here or in another process; `run.journal` has the responses so far, if a resumed
+        run may use them.
       TrainingStopped: the engine's log-probabilities are not finite.
     """
     begin, verify_s = time.monotonic(), run.verifiers.busy_s
@@ -223,7 +224,7 @@ def _estimate_fn(run: Run, source: Source) -> EstimateFn | None:
 
 
 def make_groups(run: Run, drawn: Drawn) -> list[Group]:
-    """Returns the group of each prompt: its kept responses and their advantages. Ages of responses count updates."""
+    """Returns the group of each prompt: its kept responses and their advantages. A response's age is in updates."""
     config, iteration = run.config, drawn.source.iteration
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
     weights, noise, groups = drawn.source.choice.weight_of(), drawn.source.noise, []

@@ -27,7 +27,7 @@ from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
 
 def file_hash(config: Config) -> str:
-    """Returns a hash of the environment's code, "" for none: one that was edited is another one."""
+    """Returns a hash of the environment's code, which every edit changes; "" without an environment."""
     return loading.file_hash(config.environment.path) if config.environment.path else ""
 
 
@@ -71,7 +71,7 @@ class Environments:
         return found
 
     def trajectories(self, stream: int, max_tokens: int, *, max_begun: int, deterministic: bool) -> Trajectories:
-        """Returns the queue of turns of one drawing, whose addresses begin with `stream`."""
+        """Returns the queue of turns of one collection; `stream` is part of the address of its randomness."""
         return Trajectories(
             _Drawing(self._config, self._tokenizer, self._chat, self.pool, stream),
             max_turns=self._config.environment.max_turns, max_tokens=max_tokens, max_begun=max_begun,
@@ -81,7 +81,7 @@ class Environments:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Drawing:
-    """collection.trajectories.Environment of one drawing."""
+    """Implements collection.trajectories.Environment for one collection."""
 
     config: Config
     tokenizer: Tokenizer
@@ -125,7 +125,7 @@ def _given(prompt_id: str, problem: str, answer: str, columns: Mapping[str, Any]
 def turn_sampling(
     config: Config, section: SamplingConfig | EvaluationConfig, turns: Trajectories | None
 ) -> SamplingParams | Callable[[Request], SamplingParams]:
-    """Returns the sampling of responses, or of turns, which may fill what their trajectory leaves."""
+    """Returns the sampling of responses, or of turns, which may use the tokens that their trajectory leaves."""
     sampling = SamplingParams(section.max_response_tokens, section.temperature, section.top_k, section.top_p)
     if turns is None:
         return sampling

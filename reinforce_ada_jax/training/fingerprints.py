@@ -22,9 +22,9 @@ def _words(x: Array) -> UInt32[Array, "..."]:
 
 @jax.jit
 def of_arrays(state: LearnerState | Params | Array) -> list[UInt32[Array, ""]]:
-    """Returns a number per array: the sum of its words, each times the odd number 2 i + 1 of its index i, modulo 2^32.
+    """Returns a number per array: the sum over i of (2 i + 1) word_i, modulo 2^32.
 
-    An odd factor loses no bit, so a flipped bit always shows; swapped words do, except in about one case in 2^31.
+    The factors are odd, so a flipped bit always changes it; swapped words do, except in about one case in 2^31.
     """
 
     def one(x):
@@ -43,6 +43,6 @@ def numbers(arrays: LearnerState | Params) -> list[int]:
 
 
 def recorded(workdir: pathlib.Path, iteration: int) -> str:
-    """Returns a hash of a checkpoint's arrays by its record, without an array; DamagedError if it can't be read."""
+    """Returns a hash of a checkpoint's arrays, from its record alone; DamagedError if that can't be read."""
     numbers = records.read(buckets.checkpoints(workdir), iteration)["fingerprints"]
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()

@@ -1,7 +1,6 @@
-"""Log of each process of a run, logs/host-K.log in the work directory: what it prints while it trains, with the time.
+"""Log of each process of a run, logs/host-K.log in the work directory: the lines that it prints, with the time.
 
-A new start adds to it. The progress line of a terminal is left out, and so is what other programs write to the outputs
-without Python.
+A new start appends. The progress line of a terminal is left out, and so is output that is not written by Python.
 """
 
 import contextlib
@@ -32,21 +31,21 @@ class _Copied:
         """Writes to the output, and finished lines to the log."""
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            # What stands before was a progress line, or the spaces that removed it.
+            # The text before was a progress line, or the spaces that removed it.
             self.add(line.rpartition("\r")[2])
         return self._output.write(text)
 
     def add(self, line: str) -> None:
         """Writes a line to the log alone."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").removesuffix("+00:00")
-        with contextlib.suppress(OSError, ValueError):  # a full disk ends a run where it loses something
+        with contextlib.suppress(OSError, ValueError):  # a full disk ends the run where results are lost, not here
             if line.strip():
                 self._log.write(f"{now} {line}\n")
 
 
 @contextlib.contextmanager
 def copying(workdir: pathlib.Path, begin: str) -> Iterator[None]:
-    """Copies what this process prints to its log, after the line `begin`, and an error that ends the block."""
+    """Copies what this process prints to its log, after the line `begin`; adds the error that ends the block."""
     file = workdir / "logs" / f"host-{processes.index()}.log"
     file.parent.mkdir(exist_ok=True)
     outputs = sys.stdout, sys.stderr

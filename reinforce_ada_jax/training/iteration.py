@@ -29,12 +29,12 @@ def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStoppe
     before them, and `run.ahead` holds it until the next call.
 
     Returns:
-      The next state, whose `pending` are the metrics; and why the run must end, if an update was not finite and it
-      must. If no update was made before that one, the state is still that of the iteration before.
+      The next state, with the metrics in `pending`; and why the run must end, or None. If it must end before any update
+      was made, the state is that of the iteration before.
 
     Raises:
-      Interrupted: the run was asked to end before the end of the first update, and `state` is unchanged; or the others
-        would not end before the machine does, and `state` is donated.
+      Interrupted: the run was asked to end. Before the end of the first update, `state` is unchanged. Later, there was
+        no time for the other updates, and `state` is donated.
       TrainingStopped: no response could be graded, or the log-probabilities forbid an update; `state` is unchanged.
     """
     begin = time.monotonic()
@@ -73,7 +73,7 @@ def _read_journal(run: Run, state: RunState) -> CollectedShard | None:
 
 
 def _write_journal(run: Run, state: RunState, collected: CollectedShard) -> None:
-    """Stores the responses of an iteration before its updates, for a run that ends in them."""
+    """Stores the responses of an iteration before its updates, for a run that ends during them."""
     if run.journal is not None and not run.journal.write(state, collected):
         run.progress.say(
             f"iteration {state.iteration + 1}: its responses are not stored for a resume. They would need more than "
@@ -101,7 +101,7 @@ def _report(run: Run, state: RunState, groups: Sequence[Group]) -> None:
 
 
 def _check_verdicts(run: Run, state: RunState, groups: Sequence[Group]) -> None:
-    """Shows the first verdict of a run with a reward of the user's; stops the run if too many could not be graded."""
+    """Shows the first verdict of a user's reward; stops the run if too many responses could not be graded."""
     config, what = run.config, f"iteration {state.iteration + 1}"
     verdicts = [verdict for group in groups for verdict in group.pool.verdicts]
     graders, remedy = run.components.graders(run.verifiers), reward_check.training_remedy(config)

@@ -47,7 +47,7 @@ class Outcome:
 def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, compiles: bool) -> None:
     """Says where the results of a command are; ends the process with an exit code if the run didn't finish.
 
-    Where threads compile, a preempted process does not wait for them.
+    `compiles`: threads may be compiling, and a preempted process does not wait for them.
     """
     if outcome.ending is not Ending.FINISHED:
         codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
@@ -66,7 +66,7 @@ def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, c
 
 
 def run_to_end(run: Run, state: RunState) -> Outcome:
-    """Runs the iterations that are left, and saves the last state however they end; it is on disk when this returns.
+    """Runs the remaining iterations, and saves the last state even after an error; it is on disk at the return.
 
     Raises:
       Exception: an error in this package or in a user's function; the last finished iteration is saved if possible.
@@ -120,7 +120,7 @@ def _outcome_of(run: Run, state: RunState, error: Exception) -> Outcome | None:
     if isinstance(error, TrainingStopped):
         save(run, state)
         return Outcome(Ending.STOPPED, f"{error} The state before it is saved as iteration {state.iteration}.", state)
-    # Nothing to save if an update has taken the arrays, or if other processes may not have met the error.
+    # No state can be saved if an update has taken the arrays, or if other processes may not have the error.
     if state.donated or processes.count() > 1:
         return None
     save(run, state)
@@ -164,14 +164,14 @@ def _save_if_due(run: Run, state: RunState) -> None:
 
 
 def _is_late(run: Run, state: RunState) -> bool:
-    """Returns True if a state that is not saved can't be saved before the machine is taken away, in all processes."""
+    """Returns True, in all processes, if the state is not saved and there is no time to save it."""
     if state.iteration in run.checkpoints.iterations():
         return False
     return not run.stop.has_time(run.checkpoints.times.expected_s(state.num_bytes))
 
 
 def _not_saved(run: Run, state: RunState) -> str:
-    """Returns what remains of a run whose last state is not saved."""
+    """Returns a sentence on what is saved of a run whose last state is not."""
     newest, notice_s = run.checkpoints.latest(), run.config.checkpoint.notice_s
     saved = "no iteration is saved" if newest is None else f"iteration {newest} is the newest that is saved"
     lost = "its updates" if state.donated else "a checkpoint"
@@ -194,7 +194,7 @@ def evaluate_if_due(run: Run, state: RunState) -> dict[str, float]:
     if run.evaluator is None or not is_due(run.config.evaluation.every, state.iteration, run.config.iterations):
         return {}
     begin = time.monotonic()
-    run.ahead.wait(run.stop)  # it has the engine
+    run.ahead.wait(run.stop)  # the collection uses the engine
     metrics = run.evaluator(run, state)
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
     text = f"avg@{run.config.evaluation.samples} {', '.join(averages)}"
@@ -245,7 +245,7 @@ def _shown(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def save(run: Run, state: RunState) -> None:
-    """Begins to write a checkpoint of a state, whose metrics are in the bucket before it where the run has one."""
+    """Begins to write a checkpoint of a state; if the run has a bucket, the metrics are uploaded first."""
     if run.copy is not None:
         run.copy.upload()
     record = to_record(state) | dict(run.identity)
@@ -253,7 +253,7 @@ def save(run: Run, state: RunState) -> None:
 
 
 def _forget_saved(run: Run) -> None:
-    """Removes the journal of the iterations that the newest complete checkpoint has."""
+    """Removes the stored responses of iterations that the newest complete checkpoint includes."""
     if run.journal is not None:
         run.journal.forget(run.checkpoints.newest_on_disk())
 

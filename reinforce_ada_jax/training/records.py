@@ -1,4 +1,4 @@
-"""JSON records of checkpoints: everything beside the arrays, with a checksum, and the run that a record belongs to."""
+"""JSON records of checkpoints: everything but the arrays, with a checksum, and the run that a record belongs to."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ def read(folder: AnyPath, iteration: int) -> dict[str, Any]:
         record, expected = saved["record"], saved["checksum"]
         if not isinstance(record, dict):
             raise TypeError("it is no object")
-    except BucketError:  # it says nothing of the checkpoint
+    except BucketError:  # the checkpoint may be whole
         raise
     except _UNREADABLE as error:
         raise damaged(folder, iteration, f"its record can't be read ({first_line(error)})") from error
@@ -66,7 +66,7 @@ def read(folder: AnyPath, iteration: int) -> dict[str, Any]:
 
 
 def foreign(record: Mapping[str, Any], iteration: int, run_id: str | None) -> str:
-    """Returns why the record in the folder of an iteration belongs to no checkpoint of a run; "" if it does.
+    """Returns why the record in the folder of an iteration does not belong to a run; "" if it does.
 
     With `run_id` None only the iteration is compared.
     """

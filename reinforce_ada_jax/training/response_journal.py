@@ -1,10 +1,9 @@
-"""Graded responses of iterations that no checkpoint holds yet: a journal, with which a resumed run goes on.
+"""Journal of graded responses of iterations that no checkpoint holds yet, for a resumed run.
 
 Drawing takes most of an iteration, and its result is small: 8 bytes a token. So each collection is written to a file
-when it is complete, and a collection that is broken off by a request to end is written with the responses that it has.
-The file names the weights by their fingerprints. A resumed run that reaches the iteration with these weights takes the
-responses from the file; they have the bits that drawing again would give. The file is removed once a checkpoint has
-the iteration.
+when it is complete, and one that a request to end breaks off is written with the responses so far. The file names the
+weights by their fingerprints. A resumed run that reaches the iteration with these weights takes the responses from the
+file; they have the bits that drawing again would give. The file is removed once a checkpoint has the iteration.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from reinforce_ada_jax.types import PartialRollouts, Prompt
 
 FOLDER, SUFFIX = "unfinished", ".responses"  # in the work directory; a line of JSON, then a CollectedShard
 TOKEN_BYTES = 8
-# Of iterations without a checkpoint, 250 million tokens: more are drawn again, and no disk is filled by them.
+# Limit of all files, 250 million tokens, so that they fill no disk. A resumed run draws further ones again.
 MOST_BYTES = 2 * 10**9
 
 
@@ -42,7 +41,7 @@ class ResponseJournal:
         """Finds the files of an earlier start; all processes must call it.
 
         Files of a run with another identity are not used, and all files together have at most `limit_bytes`. With
-        `broken_off` the responses of a collection that is not complete are stored, too. The others are then drawn in
+        `broken_off` the responses of an incomplete collection are stored, too. A resumed run draws the missing ones in
         other slots, so this needs devices, or numerics, that round alike in each slot. `ready` waits until the program
         of the fingerprints is compiled.
         """
@@ -114,7 +113,7 @@ class ResponseJournal:
         return self._folder / f"{iteration:06d}{SUFFIX}"
 
     def _header(self, state: RunState, content: bytes) -> bytes:
-        """Returns the first line that a file of this run and these weights has, if it is not damaged."""
+        """Returns the first line of a file: identity of the run, iteration, weights and hash of the content."""
         self._ready()
         record = {
             "identity": self._identity,

@@ -1,4 +1,4 @@
-"""Identity of a run: what it reads again at each start, and must find unchanged."""
+"""Identity of a run: the input that each start reads again, and must find unchanged."""
 
 import dataclasses
 import hashlib
@@ -52,7 +52,7 @@ def identity(
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """Returns a hash of ids, texts, answers and tokens: a tokenizer or a chat template that changed makes others."""
+    """Returns a hash of ids, texts, answers and tokens, which depend on tokenizer and chat template."""
     found = hashlib.sha256()
     for prompt in prompts:
         texts = [prompt.id, prompt.source_text, prompt.answer, len(prompt.tokens)]
@@ -75,7 +75,7 @@ def check(
     *,
     accept_reward: bool = False,
 ) -> None:
-    """Raises ValueError if a checkpoint's record `saved` belongs to another run than the one of the identity `ours`.
+    """Raises ValueError if the checkpoint's record `saved` belongs to another run than the identity `ours`.
 
     With `accept_reward` the user's reward functions may have changed. `folder` is that of the model.
     """

@@ -23,7 +23,7 @@ from reinforce_ada_jax.types import FAILURES, Prompt, Verdict
 _FUNCTION_REMEDY = (
     "Fix the function, or give the problems the columns that it needs; docs/how_to/reward.md has the signatures."
 )
-# By kind, what to do where a reference can't be graded.
+# Remedy by kind of reward, where a reference answer can't be graded.
 _REMEDIES = {
     "code": "docs/how_to/code.md has the forms of tests, and what the system must allow.",
     "judge": "Check judge.url, judge.model and the API key, or raise reward.time_limit_s.",
@@ -63,7 +63,8 @@ def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prom
     """Grades the reference answer of each prompt; returns what the first one gets, as text.
 
     Any reward is fine, and 0 is usual where the reward looks for more than the bare answer. Where programs are graded,
-    it is an empty program. `name` is that of the reward, by default `checked_name`; with "" nothing is checked.
+    an empty program replaces the answer. `name` is that of the reward, by default `checked_name`; with "" nothing is
+    checked.
 
     Raises:
       ValueError: the functions can't be loaded, or one raises, takes too long, or returns no number.
@@ -86,7 +87,7 @@ def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prom
 
 
 def isolation() -> str:
-    """Returns a sentence on how programs are kept from all else on this machine."""
+    """Returns a sentence on the isolation of graded programs on this machine."""
     command = [sys.executable, "-P", "-m", "reinforce_ada_jax.isolation.sandbox"]
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     environment = os.environ | {"PYTHONPATH": path}

@@ -49,7 +49,7 @@ class Evaluator(Protocol):
         ...
 
 
-# Returns the next state, and why the run must end if it must.
+# Returns the next state, and why the run must end, or None.
 IterateFn = Callable[["Run", RunState], tuple[RunState, TrainingStopped | None]]
 
 
@@ -74,7 +74,7 @@ class Run:
     ready_to_update: Ready = always_ready  # waits until the programs of the updates are compiled
     iterate: IterateFn  # makes an iteration: `train_iteration`, or that of supervised training
     evaluator: Evaluator | None = None  # None if the run doesn't evaluate
-    ahead: "DrawAhead[Drawn]" = dataclasses.field(default_factory=DrawAhead)  # drawn during the updates
+    ahead: "DrawAhead[Drawn]" = dataclasses.field(default_factory=DrawAhead)  # draws the next iteration
     stop: Stop  # the signal to stop, asked wherever the run may have to end
     interrupt: Interrupt  # what gives that signal: Ctrl-C, SIGTERM, and notices that a machine is taken away
     progress: Progress  # the line at the terminal

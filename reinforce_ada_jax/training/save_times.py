@@ -1,7 +1,7 @@
-"""Measured times of a run's checkpoints, and from them the time that the next one will take.
+"""Measured times of a run's checkpoints, and the expected time of the next one.
 
 `saves.jsonl` in the work directory has a line for each complete checkpoint, so that a resumed run knows the rate at
-once. Saves run beside the training; a save at the end of a run is not slower.
+once. Saves are measured during training; a save at the end of a run is not slower.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class SaveTimes:
         self._begun = iteration, size, time.monotonic()
 
     def complete(self) -> None:
-        """Notes that the save is written; is called in the thread that writes."""
+        """Notes that the save is written; the thread that writes calls this."""
         if self._begun is None or not processes.is_writer():
             return
         iteration, size, begin = self._begun
@@ -71,12 +71,12 @@ class SaveTimes:
         return max((size * save.seconds / save.bytes for save in self._saves[-NEWEST:]), default=0.0)
 
     def minutes(self, checkpoint: CheckpointConfig, size: int) -> float:
-        """Returns the minutes after which an iteration is saved; 0: never for its time alone."""
+        """Returns the minutes after which a save is due; 0: time alone makes none due."""
         is_slow = self.expected_s(size) > checkpoint.notice_s > 0
         return checkpoint.minutes or (MINUTES if is_slow else 0.0)
 
     def slow(self, checkpoint: CheckpointConfig, size: int) -> str:
-        """Returns, once, what it means that a save takes longer than a preempted machine stays; otherwise ""."""
+        """Returns a warning, once, if a save takes longer than a preempted machine stays; otherwise ""."""
         seconds = self.expected_s(size)
         if self._said or not seconds > checkpoint.notice_s > 0:
             return ""

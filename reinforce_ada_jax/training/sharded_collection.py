@@ -1,9 +1,9 @@
 """A collection over several processes: each draws for its shard of the prompts, and all end up with all pools.
 
-How two hosts agree: each gets the same job and takes its shard of the prompts by the same rule (`split`). Then they
-exchange what they drew (`processes.exchange`). The pools are those of one process, whatever the number of processes:
-the randomness of a sample follows from its address, a plan is made for all prompts before they are split, and
-replacement prompts are the next ones in the order of the data.
+Each process gets the same job and takes its shard of the prompts by the same rule (`split`). Then the processes
+exchange their pools (`processes.exchange`). The pools do not depend on the number of processes: the randomness of a
+sample follows from its address, a plan is made for all prompts before they are split, and replacement prompts are the
+next ones in the order of the data.
 """
 
 import collections
@@ -28,18 +28,18 @@ _COMPLETE, _BROKEN_OFF = b"c", b"b"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """Arguments of `collect`, of the same names."""
+    """Arguments of `collect` with the same names."""
 
     prompts: Sequence[Prompt]
     strategy: Strategy
-    replacements: Sequence[Prompt] = ()  # prompts that replace those of which nothing is kept
+    replacements: Sequence[Prompt] = ()  # prompts that replace those without kept responses
     estimate_fn: EstimateFn | None = None  # of pass rates
     partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))  # prompts of the next collection
     broken_off: CollectedShard | None = None  # filled if the collection ends early; None: its draws are lost
 
 
-# Draws a job on this process's devices; counts of its sampler come with the pools.
+# Draws a job on this process's devices; returns the pools and the counts of its sampler.
 DrawFn = Callable[[Job], tuple[list[Pool], Counts]]
 
 
@@ -55,11 +55,11 @@ def split(weights: Sequence[float], num_shards: int) -> list[list[int]]:
 
 
 def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
-    """Returns the pools of all prompts, as `collect` does, in each of several processes; so is `job.prefetch.partial`.
+    """Returns the pools of all prompts, as `collect` does, in every process; fills `job.prefetch.partial`, too.
 
-    The job is the same in every process. `draw` gets this process's shard, which may have no prompts: all take part in
-    the programs of decoding. Shards are balanced by planned draws if the strategy plans; otherwise they have equal
-    numbers of prompts.
+    The job is the same in every process. `draw` gets this process's shard, which may have no prompts: every process
+    takes part in the decode programs. Shards are balanced by planned draws if the strategy plans; otherwise they have
+    equal numbers of prompts.
 
     Raises:
       Interrupted: in every process, if it was raised in any.
@@ -68,7 +68,7 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
     pools, counts = _collect_shards(job, draw, planned)
     replacements = collections.deque(job.replacements)
     dropped = _num_dropped(pools, job.strategy)
-    # In each turn the number that is certainly needed: together the shortest prefix of the list that keeps enough.
+    # Each pass draws only prompts that are certainly needed, so together they are the shortest prefix that is enough.
     while dropped and replacements:
         prompts = [replacements.popleft() for _ in range(min(dropped, len(replacements)))]
         more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()))
@@ -83,7 +83,7 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
 
 
 def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: Callable[..., list[Pool]]) -> list[Pool]:
-    """Returns the pools of all prompts in every process, for an evaluation: each prompt has as many draws.
+    """Returns the pools of all prompts in every process, for an evaluation: all prompts have equal numbers of draws.
 
     `collect_fn` is `collect` with everything given but the prompts and the strategy (its `config`).
     """
@@ -96,7 +96,7 @@ def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: C
 
 
 def _planned(job: Job) -> tuple[Job, dict[str, int]]:
-    """Returns the job with fixed estimates and draws of every prompt: a plan depends on all prompts."""
+    """Returns the job with a fixed plan, which depends on all prompts, and the planned draws by prompt id."""
     if not job.strategy.estimates:
         return job, {}
     estimates = np.full(len(job.prompts), 0.5) if job.estimate_fn is None else job.estimate_fn(job.prompts)
@@ -120,7 +120,7 @@ def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
 
 
 def _add(broken_off: CollectedShard | None, shard: CollectedShard) -> None:
-    """Adds what a shard has to a collection that is broken off."""
+    """Adds the rollouts of a shard to the record of a collection that is broken off."""
     if broken_off is not None:
         broken_off.partial.update(shard.partial)
         broken_off.partial.update({pool.prompt.id: partial_of(pool) for pool in shard.pools})

@@ -56,13 +56,13 @@ LoadBenchmarksFn = Callable[[Config, Components], Evaluator | None]
 class Inputs:
     """Checked input of a run, without weights and compiled programs."""
 
-    config: Config  # with the precision that is computed in
+    config: Config  # with `model.compute_dtype` chosen
     components: Components  # model, tokenizer, mesh and engine
     selection: Selection  # choice of prompts
     strategy: Strategy  # stopping rule and choice of responses
     learner: Learner  # the learner's programs, with the loss that `learning.loss` names
     prompts: list[Prompt]  # tokenised prompts of data.prompts
-    read: str  # one line on the columns that they were read from
+    read: str  # one line on the columns of data.prompts
     evaluator: Evaluator | None  # of the benchmarks; None without benchmarks
     verifiers: VerifierPool  # the verifier processes, not started
     reward: str  # what `reward.path` gives to a reference answer; "" for a built-in reward
@@ -78,7 +78,7 @@ class Inputs:
 def read_inputs(
     config: Config, workdir: pathlib.Path, load_benchmarks: LoadBenchmarksFn, reward: GradeFn | None = None
 ) -> Inputs:
-    """Reads and checks all input of a run; of the weights, names and shapes. Writes and compiles nothing.
+    """Reads and checks all input of a run; of the weights only names and shapes. Writes and compiles nothing.
 
     `reward` grades instead of the configured reward, in this process. Raises ValueError where the user must change
     the configuration, a file or the work directory; `start` does, too.
@@ -121,7 +121,7 @@ def start(
 
     `workdir` is the folder of `copy`, if it is in a bucket.
     """
-    # 1. Input. An error in the weights, too, shows before the first file is written.
+    # 1. Input. All errors, also those in the weights, show before the first file is written.
     inputs = read_inputs(config, workdir, load_benchmarks, reward)
     config, components, strategy, prompts = inputs.config, inputs.components, inputs.strategy, inputs.prompts
     keep_programs(config.logging.compilation_cache)
@@ -187,7 +187,7 @@ def start(
 
 
 def take_workdir(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
-    """Locks a work directory until `stack` is closed, and writes what the run is.
+    """Locks a work directory until `stack` is closed, and writes config.json and started.json.
 
     Raises ValueError where another training has it, not all processes see it, or a tracker is not installed.
     """
@@ -298,7 +298,7 @@ def frozen_weights(
     base = reference = None
     if learner.lora is not None:
         base = components_lib.load_params(config, components) if params is None else params
-    if config.learning.kl_coefficient:  # adapters begin as no change, so their base is the reference
+    if config.learning.kl_coefficient:  # adapters begin as a change of 0, so their base is the reference
         dtype = config.model.compute_dtype
         reference = components_lib.load_params(config, components, dtype) if base is None else base
     return base, reference

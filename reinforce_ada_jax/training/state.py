@@ -51,7 +51,7 @@ class RunState:
 
 
 def to_record(state: RunState) -> dict[str, Any]:
-    """Returns everything but the arrays, the iteration and the evaluation, which `Checkpoints.save` adds, as JSON."""
+    """Returns the state as JSON, without arrays, and without what `Checkpoints.save` adds (iteration, evaluation)."""
     return {
         "selection": state.selection,
         "skipped_in_a_row": state.skipped_in_a_row,

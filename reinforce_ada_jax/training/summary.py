@@ -19,7 +19,7 @@ from reinforce_ada_jax.training.reward_check import output_file
 
 
 def model_and_mesh(config: Config, components: Components, who: str) -> list[str]:
-    """Returns the lines on the model, whose weights are those of `who`, and on the devices."""
+    """Returns the lines on the model and the devices; `who` names the weights."""
     architecture, stop_ids = components.architecture, components.engine.options.stop_ids
     stop = ", ".join(f"{id} {components.tokenizer.token(id)!r}" for id in stop_ids)
     precision = platform_lib.describe_dtype(
@@ -72,8 +72,9 @@ def drawing(
 ) -> str:
     """Returns the summary of the draws that `evaluate` or `prepare` will make.
 
-    `model` are the lines of `model_and_mesh`, `counts` by set its problems and how many of them are still to be drawn,
-    `read` a line on the columns of each source, `reward` what the user's reward gives to a reference answer.
+    `model` has the lines of `model_and_mesh`, `counts` the numbers of problems and of problems still to be drawn by
+    set, and `read` a line on the columns of each source. `reward` says what the user's reward gives to a reference
+    answer.
     """
     sets = [
         f"{name} {problems:,}" + (f" ({problems - missing:,} of them stored)" if missing < problems else "")

@@ -66,7 +66,7 @@ class Inputs:
 
 
 def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
-    """Reads and checks all input of a run; of the weights, names and shapes. Writes and compiles nothing.
+    """Reads and checks all input of a run; of the weights only names and shapes. Writes and compiles nothing.
 
     Raises ValueError where the user must change the configuration, a file or the work directory; `start` does, too.
     """
@@ -124,12 +124,12 @@ def supervised_batch(run: Run, rows: Sequence[Demonstration]) -> Batch:
 
 
 def decay_updates(config: Config) -> int:
-    """Returns the updates after which the learning rate is 0; 0: it doesn't decay."""
+    """Returns the number of updates after which the learning rate is 0; 0: it doesn't decay."""
     return config.iterations if config.sft.schedule == "cosine" else 0
 
 
 def supervised_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStopped | None]:
-    """Returns the state after one more update with its metrics, or why the run must end."""
+    """Makes one update; returns the state with its metrics, and why the run must end, or None."""
     begin, number = time.monotonic(), state.iteration + 1
     cursor = PromptCursor(**state.selection)
     prompts, cursor = next_prompts(run.prompts, cursor, run.config.learning.prompts_per_update)
@@ -228,7 +228,7 @@ def start(
         components=components,
         prompts=prompts,
         demonstrations={each.prompt.id: each for each in inputs.training},
-        selection=Shuffled(prompts, config.seed),  # it draws no pools to observe, so `supervised_iteration` moves on
+        selection=Shuffled(prompts, config.seed),  # it observes no pools: `supervised_iteration` moves on
         strategy=strategies.fixed(1),
         verifiers=components_lib.no_verifiers(config),
         rollouts=None,

@@ -1,4 +1,4 @@
-"""Weights that a run trained: read from its checkpoints, or handed over by `train` when it is finished."""
+"""Weights that a run trained: read from its checkpoints, or returned by `train`."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _opened(workdir: pathlib.Path, config: Config, iteration: int | None) -> Iterator[tuple["Checkpoints", int]]:
-    """Gives the checkpoints of a run with the number of one of them, by default the newest."""
+    """Yields the checkpoints of a run, and `iteration` or the newest one."""
     named = buckets.origin(workdir)
     if not holds_checkpoint(workdir):
         raise ValueError(f"{named} holds no checkpoint: train first, or name another --workdir.")
@@ -70,7 +70,7 @@ def read_trained(
 def streamed(
     workdir: pathlib.Path, config: Config, components: Components, iteration: int | None
 ) -> Iterator[tuple[int, Params, Callable[[str], jax.Array]]]:
-    """Gives (iteration, shapes of the trained weights, function that reads one of them by its dotted name)."""
+    """Yields (iteration, shapes of the trained weights, function that reads one of them by its dotted name)."""
     with _opened(workdir, config, iteration) as (checkpoints, found):
         target = _target(config, components, checkpoints, found)
 
@@ -89,7 +89,7 @@ def _target(config: Config, components: Components, checkpoints: "Checkpoints", 
 
 
 def read_policy(workdir: pathlib.Path, config: Config, components: Components, iteration: int) -> Params:
-    """Returns the weights of the policy: as `read_trained`, adapters over their base."""
+    """Returns the weights of the policy; trained adapters are put over their base."""
     params = read_trained(workdir, config, components, iteration)[1]
     return _over_base(config, components, params, config.model.compute_dtype)
 

@@ -34,27 +34,27 @@ from reinforce_ada_jax.training.state import RunState
 class Minibatch:
     """Data of one update."""
 
-    groups: list[Group]  # those whose kept responses are in it
+    groups: list[Group]  # groups whose kept responses are in the batch
     batch: Batch  # the responses, on the devices
-    finite: bool = True  # whether all log-probabilities are; if not, there is no update
+    finite: bool = True  # all log-probabilities are finite; if not, there is no update
 
 
 def expected_rounds(config: Config, strategy: Strategy, averages: Averages) -> float:
-    """Returns the rounds that a prompt is expected to take, from the iterations before; at first the most it may take.
+    """Returns the expected rounds of a prompt: their mean so far, or in the first iteration the most that are allowed.
 
-    The first gradients are then too small rather than too large. Adam takes their scale away, and its second moment
-    would remember large ones.
+    So the first gradients are too small rather than too large: Adam normalises them, but its second moment would
+    remember large ones.
     """
     size, most = collection_rules.first_round(config.collection), strategy.max_draws
     return averages.mean("rounds", 1.0 if size is None or most is None else most / size)
 
 
 def coefficient_factor(config: Config, groups: Sequence[Group], rounds: float) -> float:
-    """Returns the factor of the coefficients of a minibatch, with which its gradient has a constant divisor.
+    """Returns the factor of a minibatch's coefficients that gives its gradient a constant divisor.
 
     The gradient is the sum of a_i s_i over the prompts, divided by prompts_per_update * rounds * max_response_tokens.
-    No outcome or length of this iteration is in the divisor, so prompts and responses have exact weights. The loss is a
-    mean over the tokens or rows of the minibatch; the factor cancels their number. `rounds` is that of
+    The divisor depends on no outcome or length of this iteration, so prompts and responses have exact weights. The loss
+    is a mean over the tokens or rows of the minibatch; the factor cancels their number. `rounds` is that of
     `expected_rounds`.
     """
     counted = sum(len(group.kept) for group in groups)
@@ -89,15 +89,15 @@ def examples(group: Group, factor: float) -> list[Example]:
 
 
 def regularizes_first_rounds(config: Config, strategy: Strategy) -> bool:
-    """Returns whether the entropy and the KL term are means over the first rounds, and not over all rows."""
+    """Returns True if the entropy and the KL term are means over the first rounds, not over all rows."""
     return config.regularized and strategy.coefficients is not None
 
 
 def batch_rows(config: Config, strategy: Strategy, micro_rows: int, rows: int = 0) -> int:
-    """Returns the number of rows that a minibatch is padded to: one for the whole run, so nothing recompiles.
+    """Returns the number of rows that a minibatch is padded to: constant in a run, so nothing recompiles.
 
-    Each response may need a row of its own. Only if a strategy keeps any number of responses it grows, by doubling.
-    Padding costs memory, not time.
+    Each response may need a row of its own. If a strategy may keep any number of responses, the rows double until
+    `rows` fit. Padding costs memory, not time.
     """
     if strategy.max_kept is not None:
         return micro_rows * -(-config.learning.prompts_per_update * strategy.max_kept // micro_rows)
@@ -147,8 +147,8 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
     an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows where they
     contribute nothing to the gradient; they count in its denominators.
 
-    All processes agree before each program of the scoring that the run goes on. Scores of the one before are complete
-    then: programs that are queued would have to end before a checkpoint is written.
+    Before each program of the scoring, all processes agree that the run goes on. The scores of the minibatch before are
+    complete then, because a checkpoint would have to wait for queued programs.
     """
     config = run.config
     count = config.collection.prompts_per_iteration // config.learning.prompts_per_update
@@ -219,10 +219,10 @@ def check_logprobs(
     """Compares the engine's log-probabilities of its own tokens with the learner's, under the same weights.
 
     Prefetched responses were drawn from earlier weights and are not compared. With one update an iteration
-    `make_updates` compares, and not this function.
+    `make_updates` compares instead.
 
     Returns:
-      The minibatches, with `finite` set, and the metrics, none where nothing was compared.
+      The minibatches, with `finite` set, and the metrics; no metrics if nothing was compared.
 
     Raises:
       TrainingStopped: they disagree by more than rounding.
@@ -284,11 +284,10 @@ class UpdatesDone:
 def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) -> UpdatesDone:
     """Makes one optimiser step per minibatch; after one that must stop the run, the others are left out.
 
-    One that is not finite stops the run or is skipped, in its turn, as `learning.max_skipped` says.
+    A step that is not finite is skipped, or stops the run (`learning.max_skipped`).
 
-    `state.learner` is donated by the end of the first update. Until then all processes agree between the programs of
-    the update that the run goes on: the state is whole. After that they ask there, and before each update, whether
-    there is time for the rest.
+    `state.learner` is donated at the end of the first update. Until then the state is whole, and the run may end
+    between any two programs. After that it ends, before a program, only if there is no time for the other updates.
 
     Raises:
       Interrupted: the run was asked to end during the first update; or there is no time, and the state is lost.
@@ -328,14 +327,14 @@ def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) ->
 
 
 def _compared(run: Run, gap: LogprobGap, iteration: int) -> tuple[dict[str, float], TrainingStopped | None]:
-    """Returns the metrics of what the only update compared, and why the run must end, if it must."""
+    """Returns the metrics of the comparison in an iteration's only update, and why the run must end, or None."""
     mean, largest = float(gap.total / max(gap.num_tokens, 1)), float(gap.largest)
     metrics = _gap_metrics(mean, largest) if gap.num_tokens else {}
     return metrics, gap_too_large(run, mean, largest, iteration)
 
 
 def _end_if_late(stop: Stop, end: float) -> None:
-    """Raises Interrupted where there is no time for the updates, which would end at the time `end`."""
+    """Raises Interrupted if there is no time for the updates, which are expected to end at `end`."""
     if not stop.has_time(max(0.0, end - time.monotonic())):
         raise Interrupted
 
@@ -367,7 +366,7 @@ def _not_finite(result: UpdateMetrics) -> str:
 
 
 def gap_too_large(run: Run, mean: float, largest: float, iteration: int) -> TrainingStopped | None:
-    """Returns why the run must end, if engine and learner differ by more than rounding; says so if they differ much.
+    """Returns why the run must end, if engine and learner differ by more than rounding; otherwise warns of large gaps.
 
     `mean` and `largest` are absolute differences of the log-probability of a sampled token.
     """

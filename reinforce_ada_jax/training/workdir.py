@@ -30,7 +30,7 @@ FILE = "training.lock"
 
 
 class WorkdirLock:
-    """Held by process 0 until `close`, or until that process ends, however it does: it is the kernel's `flock`.
+    """Lock of a work directory: the kernel's `flock`, held by process 0 until `close` or until the process ends.
 
     The file stays, and says who had it last. On file systems without `flock` (some mounted buckets) nothing is held.
     For the local copy of a folder in a bucket, a lease in the bucket is held (files/lease.py).
@@ -45,7 +45,7 @@ class WorkdirLock:
             raise ValueError(refused)
 
     def _take(self, workdir: pathlib.Path) -> str:
-        """Why it can't be had, or ""."""
+        """Takes the lock; returns why it can't be taken, or ""."""
         named = buckets.origin(workdir)
         if buckets.is_bucket(named):
             self._lease = Lease(f"{named}/{FILE}")
@@ -56,7 +56,7 @@ class WorkdirLock:
             )
         workdir.mkdir(parents=True, exist_ok=True)
         file = workdir / FILE
-        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)  # no child process gets it (PEP 446)
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)  # no child process inherits it (PEP 446)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,7 +81,7 @@ class WorkdirLock:
             self._lease.check()
 
     def close(self) -> None:
-        """Lets the next training in."""
+        """Releases the lock."""
         if self._lease is not None:
             self._lease.close()
         if self._descriptor is not None:
@@ -118,7 +118,7 @@ def write_started(workdir: pathlib.Path) -> None:
 
 
 def _commit() -> str:
-    """Returns the commit that the program is a checkout of; the version where it is none, as of a wheel."""
+    """Returns the commit of the program's checkout; its version if it is no checkout, as in a wheel."""
     root = pathlib.Path(reinforce_ada_jax.__file__).parents[1]
     if not (root / ".git").exists():
         return reinforce_ada_jax.__version__
@@ -130,7 +130,7 @@ def _commit() -> str:
 
 
 def write_config(config: Config, workdir: pathlib.Path) -> None:
-    """config.json, in a folder that all processes of the run see; raises ValueError where they don't."""
+    """Writes config.json; raises ValueError if not all processes of the run see it."""
     file, named = workdir / "config.json", buckets.origin(workdir)
     if processes.is_writer():
         workdir.mkdir(parents=True, exist_ok=True)
