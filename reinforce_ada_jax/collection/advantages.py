@@ -3,10 +3,10 @@
     group           r_i - mean(group)
     pool            r_i - mean(pool), the "global statistics" of the reference program
     leave_one_out   r_i - mean(the pool's other responses)
-    anchored        r_i - mean(pool); negative ones times the factor with which the group sums to 0
+    anchored        r_i - mean(pool); negative ones are scaled so that the group sums to 0
 
-Each may be divided by the standard deviation of the rewards in its mean, and is multiplied by the prompt's weight.
-Length penalties are added afterwards, without a weight (`length_terms`).
+Each may be divided by the standard deviation of the same rewards, and is multiplied by the prompt's weight. Length
+penalties are added afterwards, without a weight (`length_terms`).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Group:
       pool: the pool.
       kept: their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
       advantages: aligned with `kept`.
-      weight_clipped: the pass rate of the pool was below the smallest one that weights are computed at.
+      weight_clipped: the pass rate of the pool was below `Strategy.clips_below`.
       weight: factor of the prompt (selection.py), which is in `advantages`.
       per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py): prompts count
         equally in the update, whatever their numbers of rows.
@@ -108,11 +108,12 @@ def anchored_advantages(rewards: Float[np.ndarray, " n"], pool_mean: float) -> F
     """Computes r_i - mean(pool) with the negative ones rescaled so that the sum is 0 (NGU, arXiv 2609.13443).
 
     For rewards 0 and 1: 1 - mean(pool) for correct responses, -(n+ / n-) (1 - mean(pool)) for wrong ones. The mean is
-    over all responses of the pool, `rewards` are those of the kept ones: where old responses are not kept, a success
-    still counts as the rare event that it is, and the fresh failures carry the weight of the old ones. Where every
-    response is kept this is r_i - mean.
+    over all responses of the pool; `rewards` are those of the kept responses. So where old failures are not kept, a
+    success still counts as a rare event, and the fresh failures carry their weight. If every response is kept, this is
+    r_i - mean.
 
-    Only positive differences can't be balanced; they stay as they are (`Strategy.drop_unmet` drops such a group).
+    If all differences are positive, they can't be balanced and do not change (`Strategy.drop_unmet` drops such a
+    group).
     """
     differences = np.asarray(rewards, np.float64) - pool_mean
     gain, loss = differences[differences > 0].sum(), -differences[differences < 0].sum()
@@ -120,14 +121,14 @@ def anchored_advantages(rewards: Float[np.ndarray, " n"], pool_mean: float) -> F
 
 
 def length_terms(penalties: Float[np.ndarray, " n"], correct: Bool[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Computes what length adds to advantages.
+    """Computes the terms that length adds to advantages.
 
         correct: mean(penalties of correct responses) - penalty_i;   wrong: 0
 
-    The terms sum to 0 and leave wrong responses alone, so length never reinforces a wrong one, and the expected weight
-    of grad p is what outcomes give. Given k correct responses, the terms climb -(k - 1) E[penalty | correct]: right
-    answers get shorter, and neither more nor less frequent. A single right answer has nothing to be compared with.
-    Source: arXiv 2502.04463 compares lengths within a prompt's correct responses, too.
+    The terms sum to 0 and leave wrong responses alone, so length never reinforces a wrong one, and outcomes alone
+    decide the expected weight of grad p. Given k correct responses, the terms climb -(k - 1) E[penalty | correct]:
+    right answers get shorter, and neither more nor less frequent. The term of a single right answer is 0. Source: arXiv
+    2502.04463 compares lengths within a prompt's correct responses, too.
     """
     if not (correct & (penalties != 0)).any():
         return np.zeros(len(penalties))
@@ -157,7 +158,7 @@ def _usable(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None) 
 
 
 def keep_draws(strategy: Strategy, correct: Bool[np.ndarray, " N"]) -> Int[np.ndarray, " n"]:
-    """Returns the draws that a strategy keeps of a pool; raises ValueError where they are no indices of draws."""
+    """Returns the draws that a strategy keeps of a pool; raises ValueError for other numbers, and for too many."""
     kept = np.asarray(strategy.keep(correct))
     if kept.size == 0:
         return np.zeros(0, int)

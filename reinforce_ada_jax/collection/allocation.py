@@ -11,7 +11,7 @@ def fill(
 ) -> Float[np.ndarray, " P"]:
     """Returns real numbers in [low, high] that sum to `total`, proportional to `weights` where no bound binds.
 
-    They are clip(level * weights, low, high) for the one level that gives the sum, which is piecewise linear in the
+    They are clip(level * weights, low, high) for the one level that gives the sum. The sum is piecewise linear in the
     level, with 2 P corners where a prompt reaches a bound. Raises ValueError where the bounds don't allow the total, or
     a weight is not positive and finite.
     """
@@ -37,8 +37,8 @@ def allocate(
     """Returns integer numbers of draws that sum to `total` exactly, as close to `fill` as integers come.
 
     Every prompt gets the integer part of its share; the rest goes, one each, to the largest remainders, and among
-    equals by name. So a prompt's draws do not depend on its position in the list. Names are distinct. Raises what
-    `fill` does. Source: arXiv 2510.04996 (Ada-Est); the largest-remainder rule is Hamilton's.
+    equals by name. So a prompt's draws do not depend on its position in the list. Names are distinct. Raises ValueError
+    as `fill` does. Source: arXiv 2510.04996 (Ada-Est); the largest-remainder rule is Hamilton's.
     """
     weights = np.asarray(weights, np.float64)
     # A sum's last bit depends on the order of its terms, so the order must not be that of the prompts.

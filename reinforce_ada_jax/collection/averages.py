@@ -1,4 +1,4 @@
-"""Decayed averages over the iterations before: constants for the next one, because none of its outcomes is in them."""
+"""Decayed averages over past iterations: constants for the next one, because they contain none of its outcomes."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ import numpy as np
 
 from reinforce_ada_jax.types import Pool, Response, ScoreNoise
 
-# Weight of an iteration in the averages after the next one: half of an average is from the last iteration.
+# Decay of a sum at each iteration: about half of an average is from the last iteration.
 DECAY = 0.5
 
 Sums = Mapping[str, tuple[float, float]]
@@ -34,31 +34,31 @@ class Averages:
         return Averages(dict(zip(names, decayed, strict=True)))
 
     def score_noise(self) -> ScoreNoise:
-        """Returns the noise of scores; successes have none until something is known."""
+        """Returns the noise of scores; that of successes is 0 until something is known."""
         correct, wrong = self.mean("square_correct", 0.0), self.mean("square_wrong", 0.0)
         return ScoreNoise(correct * (1.0 - min(1.0, self.mean("repeated", 1.0))), correct, wrong)
 
 
 def rounds(pools: Sequence[Pool]) -> dict[str, tuple[float, float]]:
-    """Returns the rounds of an iteration, to divide updates by."""
+    """Returns the total of rounds and the number of prompts of an iteration."""
     return {"rounds": (float(sum(pool.rounds for pool in pools)), float(len(pools)))}
 
 
 def score_square(response: Response) -> float:
-    """Returns the sum over the sampled tokens of (1 - pi)^2, which stands for the squared score (`score_squares`)."""
+    """Returns the sum over the sampled tokens of (1 - pi)^2, which estimates the squared score (`score_squares`)."""
     return float(np.square(np.expm1(response.logprobs[response.sampled].astype(np.float64))).sum())
 
 
 def score_squares(pools: Sequence[Pool]) -> dict[str, tuple[float, float]]:
-    """Returns what `Averages.score_noise` is made of.
+    """Returns the sums for `Averages.score_noise`.
 
         square_correct, square_wrong   sum over tokens of (1 - pi)^2, of correct and of wrong draws
         repeated                       pi(y) of correct draws / pass rates: the chance that two correct draws are equal
 
-    (1 - pi)^2 is the part of a token's squared score that its own logit has; the other logits add the sum of their
-    pi^2, at most as much. The log-probabilities are those of the sampler, so no draw needs a pass of the learner.
-    Given that it is correct, y has the probability pi(y) / p. Over prompts the chance is a ratio of sums: the pass rate
-    of one prompt is that of its first round, whose mean is p.
+    (1 - pi)^2 is the part of a token's squared score that its own logit gives; the other logits add the sum of their
+    pi^2, at most as much. The log-probabilities are those of the sampler, so no draw needs a pass of the learner. A
+    correct draw is y with probability pi(y) / p. Over prompts the chance is a ratio of sums. A prompt's pass rate is
+    that of its first round, whose mean is p.
     """
     squares: dict[bool, list[float]] = {True: [], False: []}
     repeated, pass_rates = [], []

@@ -50,10 +50,10 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
     Args:
       prompts: P prompts with distinct ids.
       sample_fn: a generator function over a types.RequestQueue, which yields lists of finished responses in any order.
-      verify_fn: pairs (prompt, response) -> verdicts, aligned with them; or a future of them, for verification beside
-        the sampler's work. Futures are read in the order of the calls.
+      verify_fn: pairs (prompt, response) -> verdicts, aligned with them; or a future of them, so that the sampler need
+        not wait. Futures are read in the order of the calls.
       config: the settings of a strategy (`strategies.StrategyConfig`), or a strategy.
-      replacements: further prompts; the next one is opened whenever a prompt closes of which nothing is kept.
+      replacements: further prompts; the next one is opened whenever a prompt closes without kept responses.
       estimate_fn: prompts -> expected pass rates, for strategies that plan; None: 1/2 for all.
       seed: seed of the run. With the iteration, the prompt's id and the round it decides whether a prompt continues,
         where the strategy has a `continue_probability`.
@@ -99,7 +99,7 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         queue.finish()
     except Exception:
         if broken_off is not None:
-            # Verdicts of trajectories come with them, and only those of finished rounds are kept.
+            # A trajectory can't be graded again, so only rounds that have their verdicts are resumed.
             broken_off |= _partial(queue.prompts, finished_rounds=turns is not None)
         raise
     prefetch.partial.update(_partial([rollouts for rollouts in queue.prompts if rollouts.prefetch]))
@@ -112,7 +112,7 @@ def _report(queue: CollectionQueue, on_progress: OnProgress | None) -> None:
 
 
 def _resumed(states: Iterable[PromptRollouts], partial: Mapping[str, PartialRollouts] | None) -> list[PromptRollouts]:
-    """Returns the prompts, each of which continues from the draws that it has, if any."""
+    """Returns the prompts; each continues from its draws in `partial`, if there are any."""
     found = list(states)
     for rollouts in found:
         if partial and rollouts.prompt.id in partial:

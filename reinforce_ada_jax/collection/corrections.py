@@ -1,7 +1,8 @@
 """Coefficients a_i of a prompt's responses with which the update climbs E[f(p)], stopping rule included.
 
-Given its outcome, a draw is a sample of the policy given that outcome, for every stopping rule that sees outcomes only.
-With coefficients a_i that depend on outcomes only, scores s_i = grad log pi(a_i | x) and pass rate p, a prompt adds
+If a stopping rule sees outcomes only, a correct draw is a sample of the policy given that it is correct, and a wrong
+one given that it is wrong. With coefficients a_i that depend on outcomes only, scores s_i = grad log pi(a_i | x) and
+pass rate p, a prompt adds
 
     E[sum_i a_i s_i] = signal(p) grad p,    signal(p) = E[A+] / p - E[A-] / (1 - p)
 
@@ -13,9 +14,9 @@ signal = f'. analysis/enumeration.py computes the signal of every strategy.
                  series of f', cut at the most draws
     maxrl        (r - p_hat) / p_hat over one round of N: the series of 1 / p, cut at N - 1 draws (arXiv 2602.02710)
 
-Each returns a function of a pool and a mask of its usable draws, which returns the draw indices that are kept and their
-coefficients. Prompts count equally in the update, whatever their numbers of rows: its gradient is the sum of a_i s_i
-over its prompts, divided by a number that no outcome of the iteration decides (training/updates.py).
+Each is a function (pool, mask of its usable draws) -> (draw indices that are kept, their coefficients). Prompts count
+equally in the update, whatever their numbers of rows: its gradient is the sum of a_i s_i over its prompts, divided by a
+number that no outcome of the iteration decides (training/updates.py).
 """
 
 import functools
@@ -47,8 +48,8 @@ def stratified(objective: Objective, keep: Callable[[np.ndarray], np.ndarray]) -
 
         a_i = w(p_hat) (r_i - mean) / N * (k / k_kept for correct rows, (N - k) / (n - k_kept) for wrong ones)
 
-    Then A+ = w p_hat (1 - p_hat) = -A-, which the whole pool would give. The bias of the stopping rule and of p_hat
-    stays. `keep` maps the verdicts of the usable draws to the indices of those to keep.
+    Then A+ = w p_hat (1 - p_hat) = -A-, as for the whole pool. The bias of the stopping rule and of p_hat remains.
+    `keep` maps the verdicts of the usable draws to the indices of those to keep.
     """
 
     def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
@@ -77,12 +78,12 @@ def first_success_weight(objective: Objective, round_size: int, begin: int, num_
     return math.fsum(c * (count / every) for c, count in zip(series.tolist(), ways, strict=True))
 
 
-# Draws of a prompt that the control variate "noise" may cover: each is a row of the update. At p = 0.1 these 8 have
-# 57 % of the gain that all draws up to the first success have, at p = 0.2 83 %; harder prompts gain less than 10 %.
+# Draws of a prompt that the control variate "noise" may cover: each is a row of the update. At p = 0.1 these 8 give 57
+# % of the gain of all draws up to the first success, at p = 0.2 83 %; harder prompts gain less than 10 %.
 MAX_COVERED = 8
-# Where b is less, a draw would lower the noise by less than 5 % and be another row: it is left out.
+# With a smaller b a draw would lower the noise by less than 5 % and cost a row, so it is left out.
 MIN_CONTROL_VARIATE = 0.05
-# Draws that the estimate of a pass rate is worth against the failures of the iteration.
+# Weight of an estimated pass rate, in draws, against the failures of the iteration.
 ESTIMATE_STRENGTH = 8.0
 
 ControlVariateFn = Callable[[Pool], Iterable[float]]
@@ -94,8 +95,8 @@ def control_variate_at(objective: Objective, round_size: int, begin: int, estima
         b = p sum_{j < M} c_{b0 + j} (1 - p)^j / M * success / (p correct + (1 - p) wrong)
 
     The sum of the M scores is subtracted b times. Its covariance with the sum of a_i s_i is the first factor, times M
-    and the noise of a success; its variance is M times the last divisor. For the objective log, M = 1 and equal noise
-    that is p. The formula is exact for log without a limit of draws.
+    and the noise of a success; its variance is M times the last divisor. For the objective log, M = 1 and equal noise,
+    b = p. The formula is exact for log without a limit of draws.
     """
     powers = (1.0 - estimate) ** np.arange(round_size)
     weight = estimate * (objective.series(begin + round_size)[begin:] @ powers) / round_size
@@ -104,7 +105,7 @@ def control_variate_at(objective: Objective, round_size: int, begin: int, estima
 
 
 def by_noise(objective: Objective) -> ControlVariateFn:
-    """Returns the control variate of every draw up to the first success, within `MAX_COVERED` and with a b that pays.
+    """Returns the control variate of the draws up to the first success: of `MAX_COVERED`, and where b is not small.
 
     The b of a round depends on draws before it, on the estimate and on earlier iterations: after j failures the pass
     rate is the mean of a Beta distribution, s p / (s + j). So the sum of b_j s_j has the mean 0.
@@ -133,16 +134,16 @@ def exact(
     """Returns coefficients with which the update climbs E[f(p)] without bias, for any stopping rule by whole rounds.
 
     The rule must not stop before the first round with a correct response, except at its limit of draws. That round's k
-    correct draws decide the weight C(t, k). All correct draws of the pool share it, times their rewards: given that
-    they are correct they are samples of one distribution, and signal(p) has only the sum of their coefficients. Every
-    other draw has 0. The signal is the series of f', cut at the most draws. A prompt that is never solved adds nothing.
-    The rounds before the first correct response may have any sizes. Only the first `max_rows` correct draws are kept:
-    the same expectation from fewer rows.
+    correct draws decide the weight C(t, k). All correct draws of the pool share it, times their rewards: they are
+    samples of one distribution, and signal(p) depends only on the sum of their coefficients. Every other draw has 0.
+    The signal is the series of f', cut at the most draws. A prompt that is never solved adds nothing. The rounds before
+    the first correct response may have any sizes. Only the first `max_rows` correct draws are kept: the same
+    expectation from fewer rows.
 
-    `control_variate` returns b of a pool's rounds, each by what was known before it. It is subtracted from the draws up
-    to the first round with a correct response. Whether a round is drawn and what is subtracted depends on the rounds
-    before it alone, so the sum of b_j s_j has the mean 0, and nothing is changed in expectation. Weights are divided by
-    the `continue_probability` of each further round that no outcome decides.
+    `control_variate` returns b of each round of a pool, from what was known before the round. It is subtracted from the
+    draws up to the first round with a correct response. Whether a round is drawn and what is subtracted depends on the
+    rounds before it alone, so the sum of b_j s_j has the mean 0 and changes no expectation. Weights are divided by
+    `continue_probability` once for each round after the first, because chance decides about these rounds.
     """
     weight = functools.cache(functools.partial(first_success_weight, objective))
 
@@ -173,7 +174,7 @@ def _estimate(pool: Pool) -> float:
 
 
 def with_first_round(coefficients: CoefficientsFn) -> CoefficientsFn:
-    """Returns the same coefficients with every usable draw of the first round among the rows; 0 where it had none.
+    """Returns the same coefficients, and a row with 0 for every other usable draw of the first round.
 
     The first round is drawn whatever its outcomes are, so its draws are a sample of the policy. The entropy and the KL
     term are means over them (training/updates.py).
@@ -219,8 +220,8 @@ def from_settings(config: CollectionConfig, objective: Objective, max_draws: int
 def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None) -> dict[str, Any]:
     """Returns the correction `exact`.
 
-    A prompt has at most as many correct rows as a round or a group has draws, or n with `keep` = "group", or all that
-    the rule allows with "pool"; and a row for each draw that the control variate covers.
+    The limit of correct rows is n with `keep` = "group", what the rule allows with "pool", and otherwise the draws of a
+    round or of a group, whichever has more. Each draw that the control variate covers is a row, too.
     """
     size = collection_rules.first_round(config)
     assert size is not None  # `correction_fits`

@@ -62,7 +62,7 @@ class Ema:
 
 
 def calibration(pools: Sequence[Pool]) -> dict[str, float]:
-    """Compares the estimates that pools were drawn with, with the draws.
+    """Compares the estimates made before drawing with the outcomes of the draws.
 
     Returns:
       `estimator/brier`, the mean over prompts of the mean squared difference between the estimate and each draw's

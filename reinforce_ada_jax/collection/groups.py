@@ -12,8 +12,9 @@ from jaxtyping import Bool, Int
 def deal(sizes: Sequence[int], num_minibatches: int) -> list[list[int]]:
     """Deals groups to minibatches of about equal numbers of groups and rows; returns the indices of each, ascending.
 
-    The largest group first, in the order 0 1 2 2 1 0 ...: two minibatches differ by at most one group, and by at most
-    the rows of the largest group. Groups without rows are left out, and with few groups a minibatch may be empty.
+    Groups are dealt from the largest to the smallest, in the order 0 1 2 2 1 0 ... So two minibatches differ by at most
+    one group, and by at most the rows of the largest group. Groups without rows are left out, and with few groups a
+    minibatch may be empty.
     """
     largest_first = sorted((index for index, size in enumerate(sizes) if size), key=lambda index: -sizes[index])
     order = [*range(num_minibatches), *reversed(range(num_minibatches))]
@@ -26,17 +27,17 @@ def deal(sizes: Sequence[int], num_minibatches: int) -> list[list[int]]:
 def balanced_group(correct: Bool[np.ndarray, " N"], group_size: int) -> Int[np.ndarray, " n"]:
     """Returns the draw indices of a group of n that is as evenly correct and wrong as its pool allows.
 
-    The first n // 2 correct and the first n - n // 2 wrong responses in draw order; where one side is short, the next
-    ones of the other side fill up. No randomness, and independent of the stopping rule: an all-wrong pool gives its
-    first n.
-    Source: the reference program (arXiv 2510.04996); tests/golden/reference/adaptive_rounds.jsonl holds its results.
+    It has the first n // 2 correct and the first n - n // 2 wrong responses in draw order; if one side has too few, the
+    next ones of the other side fill up. It depends on no randomness and no stopping rule: an all-wrong pool gives its
+    first n. Source: the reference program (arXiv 2510.04996); tests/golden/reference/adaptive_rounds.jsonl holds its
+    results.
 
     Args:
       correct: verdicts of the pool in draw order.
       group_size: n.
 
     Returns:
-      n indices in draw order, as in the reference program: not correct ones first.
+      n indices in draw order, as in the reference program.
 
     Raises:
       ValueError: the pool has fewer than n responses.

@@ -31,7 +31,7 @@ def inclusion_probabilities(sizes: Float[np.ndarray, " N"], count: int, uniform:
     """
     q = relative_probabilities(sizes, np.full(len(sizes), 1.0 / len(sizes)), uniform)
     certain = np.full(len(sizes), count == len(sizes))
-    while True:  # prompts beyond 1 are certain, and the others share what is left
+    while True:  # a prompt whose pi would exceed 1 is certain, and the others share the rest
         pi = np.ones(len(sizes))
         pi[~certain] = (count - certain.sum()) * q[~certain] / q[~certain].sum()
         if (pi[~certain] < 1.0).all():
@@ -51,5 +51,5 @@ def systematic_sample(
     if not len(others):
         return certain
     ends = np.cumsum(pi[others])
-    points = uniform + np.arange(round(float(ends[-1])))  # the last end is a whole number, but for rounding
+    points = uniform + np.arange(round(float(ends[-1])))  # the last end is a whole number, up to rounding
     return np.concatenate([certain, others[np.searchsorted(ends[:-1], points, side="right")]])

@@ -27,7 +27,8 @@ def sampling_dynamics(
       responses per prompt; `extra_samples`, all responses minus the n * num_prompts of GRPO: negative where fewer are
       drawn. Shares of all prompts: with fewer than k_pos correct responses at the end (`below_k_pos_share`), with fewer
       than k_neg wrong ones (`below_k_neg_share`); of those whose rule was not met, with no correct response
-      (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). The rest of `unmet_share` has too few of one.
+      (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). The other unmet prompts have too few of one
+      kind.
     """
     pools = [group.pool for group in groups]
     rounds = np.array([pool.rounds for pool in pools])
@@ -104,16 +105,16 @@ def reward_means(pools: Sequence[Pool]) -> dict[str, float]:
 def collection_metrics(
     groups: Sequence[Group], group_size: int, num_prompts: int, thresholds: tuple[int, int]
 ) -> dict[str, float | int]:
-    """Computes the metrics of one iteration's collection, by groups of which replacements come last.
+    """Computes the metrics of one iteration's collection; in `groups` replacements come last.
 
     `reward/first_round` is the one to compare strategies by: the mean over prompts of the mean reward of the first
     min(n, M) draws, where M is the size of the prompt's first round. No outcome decides their number; the first n draws
-    of rounds smaller than n would be fewer where a prompt stops early. It covers the first `num_prompts`, before any
-    outcome was known. `reward/first_round_correct` is the same for correctness: an unbiased pass rate. `reward/pool`,
-    the mean over all responses, is biased by the stopping rule. `collection/entropy` is over the same draws: an
-    estimate of the policy's entropy that no outcome selects, unlike `update/entropy`, which is over the responses of
-    the update. It is in nats per token, at the sampling temperature. `reward/penalty` is the mean length penalty of
-    correct responses, where one is above 0; rewards do not include it.
+    of rounds smaller than n would be fewer where a prompt stops early. It covers the first `num_prompts` prompts, which
+    were chosen before any outcome was known. `reward/first_round_correct` is the same for correctness: an unbiased pass
+    rate. `reward/pool`, the mean over all responses, is biased by the stopping rule. `collection/entropy` is over the
+    same draws: an estimate of the policy's entropy that no outcome selects, unlike `update/entropy`, which is over the
+    responses of the update. It is in nats per token, at the sampling temperature. `reward/penalty` is the mean length
+    penalty of correct responses, where one is above 0; rewards do not include it.
 
     Returns:
       The keys above, `sampling_dynamics`, `reward_means`, and `collection/verdict_<reason>`, counts of verdicts with a

@@ -7,8 +7,8 @@
     power       p^alpha           alpha p^(alpha-1)  alpha Gamma(j + 1 - alpha) / (Gamma(1 - alpha) j!)
     pass_at_k   1 - (1 - p)^k     k (1 - p)^(k-1)    k at j = k - 1, else 0
 
-The weight is paid by more draws, by scaled advantages, or by both: w = w_sample * w_grad.
-Sources: arXiv 2510.04996, section 2.2; maxrl: 2602.02710; pass_at_k: 2505.15201.
+The weight comes from more draws, from scaled advantages, or from both: w = w_sample * w_grad. Sources: arXiv
+2510.04996, section 2.2; maxrl: 2602.02710; pass_at_k: 2505.15201.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Objective:
     def sample_weight(self, allocation: str, p: Numbers) -> Numbers:
         """Computes w_sample, which the number of draws N_x is proportional to under the strategy `estimate`.
 
-        hybrid     sqrt(w(p + epsilon)): draws and advantages pay half each
-        sampling   w(p + epsilon): draws pay everything
+        hybrid     sqrt(w(p + epsilon)): draws and advantages provide half each
+        sampling   w(p + epsilon): draws provide everything
         variance   w(p + epsilon) sqrt((p + epsilon) (1 - p + epsilon)): least variance of the whole gradient for a
                    fixed budget, because N_x draws leave w(p)^2 p (1 - p) / N_x of it
 
@@ -55,7 +55,7 @@ class Objective:
         return full * np.sqrt((p + self.epsilon) * (1.0 - p + self.epsilon))
 
     def gradient_weight(self, allocation: str, p: Numbers) -> Numbers:
-        """Computes w_grad = w / w_sample: the factor of advantages that draws did not pay."""
+        """Computes w_grad = w / w_sample: the part of the weight that advantages provide."""
         return self.weight(np.asarray(p, np.float64) + self.epsilon) / self.sample_weight(allocation, p)
 
     def series(self, length: int) -> Float[np.ndarray, " J"]:

@@ -28,7 +28,7 @@ class PromptRollouts:
     prefetch: bool = False  # the prompt belongs to the next collection
     estimate: float | None = None  # expected pass rate, where the strategy plans
     planned: int | None = None  # planned draws, where the strategy plans
-    phase: Phase = Phase.WAITING  # changed by methods only, except for HELD and CLOSED, which are the queue's decisions
+    phase: Phase = Phase.WAITING  # the queue sets HELD and CLOSED, methods set the others
     responses: list[Response | None] = dataclasses.field(default_factory=list)  # by draw; None: missing
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)  # of the finished rounds, by draw
     rounds: int = 0  # finished rounds
@@ -48,8 +48,7 @@ class PromptRollouts:
     def resume(self, partial: PartialRollouts) -> None:
         """Continues from the draws of an earlier collection.
 
-        Where the first of several rounds has no verdicts, these decide whether the later ones are needed: the draws of
-        the later ones are speculative.
+        Rounds after the first one without verdicts become speculative: those verdicts decide whether they are needed.
         """
         begin = len(partial.responses) - sum(partial.round_sizes[partial.rounds + 1 :])
         later = itertools.takewhile(lambda response: response is not None, partial.responses[begin:])

@@ -15,7 +15,7 @@ from reinforce_ada_jax.types import Request, Response
 
 
 class CollectionQueue:
-    """types.RequestQueue of one collection: the strategy turns verdicts into further requests, or closes prompts.
+    """Implements types.RequestQueue: the strategy turns verdicts into further requests, or closes prompts.
 
     Requests of prompts with the fewest finished rounds go first. The rounds of a prompt follow one another, so a prompt
     that has not started has the longest chain of rounds left. Starting all prompts first keeps the slots full almost
@@ -43,7 +43,7 @@ class CollectionQueue:
         self._by_id = {rollouts.prompt.id: rollouts for rollouts in prompts}
         self._replacements = collections.deque(replacements)
         self._strategy, self._verification = strategy, verification
-        # Behind a barrier no round starts early, and planned draws are all asked for at once.
+        # With a barrier no round starts early, and planned draws are all requested at once.
         self._speculative = speculative and not barrier and strategy.plan is None
         self._barrier, self._seed, self._iteration = barrier, seed, iteration
         # Heaps of (finished rounds, order, request): of this collection's prompts, and of the next one's.
@@ -56,7 +56,7 @@ class CollectionQueue:
         self._begin(prompts)
 
     def _begin(self, prompts: Sequence[PromptRollouts]) -> None:
-        """Continues each prompt from the draws that it has, if any."""
+        """Continues each prompt from its draws, if it has any."""
         for rollouts in prompts:
             if rollouts.phase is Phase.SAMPLING:
                 self._put(rollouts)
@@ -107,7 +107,7 @@ class CollectionQueue:
         return closed
 
     def receive(self, responses: Iterable[Response]) -> None:
-        """Reads verdicts that are due, then submits the rounds that `responses` complete; RuntimeError for others."""
+        """Reads due verdicts, then submits the rounds that `responses` complete; RuntimeError for unasked ones."""
         self._advance(self._verification.read(at_yield=True))
         complete = []
         for response in responses:
@@ -127,7 +127,7 @@ class CollectionQueue:
         self._advance(self._verification.submit(sorted(complete, key=lambda rollouts: rollouts.index)))
 
     def finish(self) -> None:
-        """Reads the remaining verdicts; RuntimeError if a response that was asked for did not come."""
+        """Reads the remaining verdicts; RuntimeError if a requested response did not come."""
         while self.wait():
             pass
         waiting = len(self._waiting) + sum(len(rollouts.requests()) for rollouts in self._held())
@@ -177,10 +177,9 @@ class CollectionQueue:
         return bool(held)
 
     def _close(self, rollouts: PromptRollouts) -> None:
-        """Closes a prompt, and opens the next replacement where nothing of it is kept.
+        """Closes a prompt, and opens the next replacement if none of its responses is kept.
 
-        So the number of opened prompts is the number asked for plus the number dropped: the shortest beginning of the
-        list that keeps enough, whatever finishes first.
+        So the opened prompts are the shortest prefix of the list that keeps enough, in whatever order prompts finish.
         """
         rollouts.phase = Phase.CLOSED
         if rollouts.is_finished:

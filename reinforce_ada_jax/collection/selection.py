@@ -76,7 +76,7 @@ def generator(seed: int, iteration: int) -> np.random.Generator:
 def choose(selection: Selection, count: int, seed: int, iteration: int) -> Choice:
     """Returns the checked choice of an iteration.
 
-    Raises ValueError where the selection returned another number of prompts, one twice, or weights that are none.
+    Raises ValueError if it has another number of prompts, a prompt twice, or weights that are not finite and above 0.
     """
     choice = selection.choose(count, generator(seed, iteration))
     if not (isinstance(choice, Choice) and all(isinstance(prompt, Prompt) for prompt in choice.prompts)):
@@ -198,7 +198,7 @@ class Shuffled:
 BINS = 10
 # Factor of all sums of the bins after every iteration.
 BIN_DECAY = 0.95
-# Prompts of the mean over all bins that are added to each bin: a bin that few were drawn from has nearly that mean.
+# Number of prompts with the mean of all bins that is added to each bin: it decides in bins with few prompts.
 BIN_PRIOR = 8.0
 # Decay of a prompt's own counts at its next visit, and their prior.
 PASS_RATE = {"decay": 0.7, "prior_correct": 0.5, "prior_wrong": 0.5}

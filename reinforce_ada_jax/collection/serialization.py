@@ -1,6 +1,6 @@
 """Pools and partial rollouts as bytes: the one format for messages between processes and for checkpoints.
 
-A JSON header and two arrays in NumPy's own format, read without pickle; float32 numbers come back unchanged.
+The format is a JSON header and two arrays in NumPy's format, read without pickle; float32 numbers do not change.
 """
 
 import base64

@@ -49,10 +49,9 @@ def run_strategy(strategy_config: StrategyConfig, rewards: np.ndarray) -> list[P
 
 
 def check_own(config: StrategyConfig, strategy: Strategy, prompts: Sequence[Prompt]) -> None:
-    """Plays a strategy of the user's: responses are wrong and correct in turn, all correct, or all wrong.
+    """Runs a user's strategy on prompts whose responses are wrong and correct in turn, all correct, and all wrong.
 
-    A strategy without `max_draws` may wait for a correct response, and gets no prompt with wrong ones alone. It is
-    played for the first three prompts at most.
+    A strategy without `max_draws` may wait for a correct response, so it gets no prompt with wrong ones alone.
 
     Raises:
       ValueError: one of its functions fails, breaks its bounds, or asks for more than TRIAL_DRAWS without end.

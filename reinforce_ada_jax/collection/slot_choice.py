@@ -80,9 +80,9 @@ def busy_share(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> f
 
 
 def choose_slots(strategy: Strategy, num_prompts: int) -> tuple[int, float]:
-    """Returns the most slots of `CHOICES` of which at least the share `BUSY` is busy, or the fewest; and that share.
+    """Returns the largest of `CHOICES` with a busy share of at least `BUSY`, or else the smallest; and that share.
 
-    The pass rates of the prompts of an iteration are taken to be spread evenly over [0, 1].
+    The pass rates of an iteration's prompts are assumed to be spread evenly over [0, 1].
     """
     pass_rates = spread(num_prompts)
     for slots in CHOICES[:-1]:

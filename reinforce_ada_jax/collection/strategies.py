@@ -76,15 +76,16 @@ class Strategy:
       max_kept: limit of the draws that `keep` returns; None: no limit.
       baseline: "group", "pool", "leave_one_out" or "anchored" (advantages.py).
       normalize_by_std: whether advantages are divided by the standard deviation.
-      weight: pass rate of a pool -> factor of its advantages: the share of w(p) that the number of draws did not pay.
-      clips_below: pass rates below this have its weight; counted as `collection/weight_clipped_share`.
+      weight: pass rate of a pool -> factor of its advantages: the part of w(p) that the number of draws does not
+        provide.
+      clips_below: pass rates below this one get the weight at this one; counted as `collection/weight_clipped_share`.
       continue_probability: probability in [0, 1] that a round after the first, which `next_draws` asks for, is drawn.
       plan: (estimates of P prompts, their ids) -> planned draws of each; called once, before the first round.
       extra_batches: limit of the prompts that replace dropped ones, in units of an iteration's prompts.
       max_age: limit of the updates since a response was drawn; older ones are not kept. None: no limit.
       coefficients: (pool, mask of usable draws) -> draw indices kept and a coefficient of each (corrections.py). It
         replaces `keep`, `baseline`, `normalize_by_std` and `weight` in the update; with `extra_batches`, `keep` and
-        `drop_unmet` still decide which prompts are replaced. None: they make the advantages.
+        `drop_unmet` still decide which prompts are replaced. None: those four make the advantages.
       needs_estimates: the pass rates of all prompts are estimated before the first draw, also without a `plan`.
       drop_unmet: drop a prompt unless its rule is met, and of the kept rewards some are above the mean of the pool and
         some below it.
@@ -199,10 +200,10 @@ def grpo(config: CollectionConfig) -> Strategy:
 def sequential(config: CollectionConfig) -> Strategy:
     """`positive` and `balance`: rounds of M until k_pos responses are correct and k_neg wrong; a balanced group of n.
 
-    positive is Ada-Seq-pos, with k_pos = 1 and k_neg = 0; balance is Ada-Seq-balance, with k_pos = n // 2 and
-    k_neg = n - n // 2 (arXiv 2510.04996 v3, section 3.2). `collection.unmet` decides on prompts that the last round
-    leaves without that, and on one-sided ones: "drop" is the passive filtering of arXiv 2510.04996 v1 (section 2.2),
-    "replace" the dynamic sampling of DAPO, with which v3 combines its rules.
+    positive is Ada-Seq-pos, with k_pos = 1 and k_neg = 0; balance is Ada-Seq-balance, with k_pos = n // 2 and k_neg = n
+    - n // 2 (arXiv 2510.04996 v3, section 3.2). `collection.unmet` decides about prompts that do not reach these
+    numbers, and about one-sided ones: "drop" is the passive filtering of arXiv 2510.04996 v1 (section 2.2), "replace"
+    the dynamic sampling of DAPO, with which v3 combines its rules.
     """
     k_pos, k_neg = collection_rules.goals(config)
 
@@ -223,7 +224,7 @@ def sequential(config: CollectionConfig) -> Strategy:
 def estimate(config: CollectionConfig) -> Strategy:
     """Ada-Est: one budget is planned over all prompts before the first draw (2510.04996 v3, section 3.1).
 
-    N_x is proportional to w_sample at the estimated pass rate; advantages pay w / w_sample at the observed one.
+    N_x is proportional to w_sample at the estimated pass rate; advantages provide w / w_sample at the observed one.
     """
     objective, allocation = _objective(config), collection_rules.allocation(config)
     most = collection_rules.max_draws(config)
@@ -248,8 +249,8 @@ def estimate(config: CollectionConfig) -> Strategy:
 def dapo(config: CollectionConfig) -> Strategy:
     """Dynamic sampling: one round of n; a prompt all correct or all wrong is replaced (2503.14476, section 3.2).
 
-    The prompts of an iteration are the shortest sequence, in data order, of which enough are kept: completion order
-    decides nothing, and no surplus is thrown away.
+    The prompts of an iteration are the shortest sequence, in data order, with enough kept prompts. So completion order
+    has no effect, and no kept prompt is thrown away.
     """
     return dataclasses.replace(
         fixed(config.group_size),
@@ -260,15 +261,16 @@ def dapo(config: CollectionConfig) -> Strategy:
 
 
 def ngu(config: CollectionConfig) -> Strategy:
-    """Never giving up: rounds of n, after the first with probability p_retry each, until one improves on the others.
+    """Never giving up: rounds of n, each after the first with probability p_retry, until one improves on those before.
 
     A round improves where some reward is above the mean of the rewards before it: for rewards 0 and 1, where a response
     is correct. Prompts solved by all of their responses, and prompts given up on, are dropped and replaced by new ones:
     small groups spend no update on what is solved, and retries spend draws on what is not.
 
     Source: arXiv 2609.13443. Retries are drawn within the iteration, under the same weights, so responses have an age
-    only where `collection.overlap_iterations` drew them under older weights. What old responses leave is a group only
-    if it has both sides. Corrections count every prompt, so with them rounds end by verdicts and nothing is dropped.
+    only where `collection.overlap_iterations` drew them under older weights. A group that loses its old responses is
+    kept only if it has both sides. With a correction every prompt counts, so rounds end by verdicts alone and nothing
+    is dropped.
     """
     most, published = collection_rules.max_draws(config), collection_rules.correction(config) == "none"
 
@@ -341,7 +343,7 @@ def build(strategy_config: StrategyConfig, *, regularized: bool = False) -> Stra
     if correction:
         changes |= correction
     elif config.objective != "identity" and strategy.plan is None:
-        # The number of kept responses is fixed, so advantages pay the whole weight.
+        # The number of kept responses is fixed, so advantages provide the whole weight.
         changes |= {"weight": objective.clipped_weight, "clips_below": objective.epsilon}
     strategy = dataclasses.replace(strategy, **changes)
     if regularized and strategy.coefficients is not None:

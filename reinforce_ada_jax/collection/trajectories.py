@@ -1,9 +1,9 @@
 """Trajectories: several turns of the model with an environment's answers between them, drawn as one response.
 
 `Trajectories` is between the queue of a collection and its sampler, and is itself a types.RequestQueue. The sampler
-draws turns. A finished turn goes to the environment, which works beside the sampler. Its answer becomes a further
-request, whose prompt is all that was said so far; or it ends the trajectory, and the collection receives one response
-with the verdict.
+draws turns. A finished turn goes to the environment, which works while the sampler draws other turns. Its answer
+becomes a further request, whose prompt is the dialogue so far; or it ends the trajectory, and the collection receives
+one response with the verdict.
 """
 
 import collections
@@ -24,7 +24,7 @@ Tokens = Int32[np.ndarray, " T"]
 
 @runtime_checkable
 class Environment(Protocol):
-    """Environment of many trajectories; `Any` is what it needs to know of one, or of an answer."""
+    """Environment of many trajectories; the types of its trajectories and answers are its own."""
 
     def begin(self, prompt: Prompt, draw: int) -> Any:
         """Returns a new trajectory."""
@@ -116,7 +116,7 @@ class Trajectories:
         self._decoding: dict[tuple[str, int], _Trajectory] = {}  # turns at the sampler, by their address
         self._pending: dict[Future[Any], _Trajectory] = {}  # turns at the environment, in order
         self._ready: collections.deque[tuple[Request, _Trajectory]] = collections.deque()  # next turns
-        self._over: list[str] = []  # those whose trajectory has ended
+        self._over: list[str] = []  # prompts of turns whose trajectory has ended
         self._verdicts.clear()
 
     def verdicts(self, pairs: Sequence[tuple[Prompt, Response]]) -> list[Verdict]:
@@ -124,7 +124,7 @@ class Trajectories:
         return [self._verdicts.pop((prompt.id, response.draw)) for prompt, response in pairs]
 
     def tokens_left(self, request: Request) -> int:
-        """Returns the most tokens of a turn that the sampler has."""
+        """Returns the limit of tokens of a turn that the sampler draws."""
         return self._max_tokens - self._decoding[request.prompt.id, request.draw].num_tokens
 
     # ---- what the sampler calls --------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Trajectories:
     # ---- what the collection calls -----------------------------------------------------------------------------------
 
     def receive(self, turns: Iterable[Response]) -> None:
-        """Reads the answers that are due, then gives the finished turns to the environment; RuntimeError for others."""
+        """Reads due answers, then gives finished turns to the environment; RuntimeError for unasked ones."""
         finished = self._read(list(self._pending) if self._deterministic else [])
         for turn in turns:
             trajectory = self._decoding.pop((turn.prompt_id, turn.draw), None)
@@ -199,7 +199,7 @@ class Trajectories:
         return [request for request, _ in taken]
 
     def _wait_for_answer(self) -> None:
-        """Waits for the oldest turn at the environment; for any one if time may decide."""
+        """Waits for the oldest turn at the environment; unless `deterministic`, for any turn."""
         due = list(self._pending)[:1]
         if not self._deterministic:
             while not futures.wait(self._pending, WAIT_S, return_when=futures.FIRST_COMPLETED).done:
@@ -233,7 +233,7 @@ class Trajectories:
     def _end(self, trajectory: _Trajectory, verdict: Verdict, *, truncated: bool = False) -> Response:
         """Ends a trajectory; returns its response."""
         self._environment.end(trajectory.environment)
-        # The turn that does not follow, too: the sampler need not wait for it.
+        # Also the turn that will not follow, so that the sampler does not wait for it.
         self._over += [trajectory.turn_id(turn) for turn in range(1, len(trajectory.turns) + 1)]
         response = trajectory.response(truncated=truncated)
         self._verdicts[response.prompt_id, response.draw] = verdict
