@@ -1,14 +1,16 @@
 """Published methods as files of users: their rules on verdicts worked by hand, and an iteration with each."""
 
 import ast
+import dataclasses
 import itertools
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.selection import choose
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import PromptProgress
@@ -16,8 +18,9 @@ from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training.loop import Ending
+from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
-from tests.running import ROOT, load, tiny, train
+from tests.running import ROOT, cipher_file, load, reproducible, tiny, train
 from tests.scripted_rng import ScriptedRng
 
 RIVALS = ROOT / "examples" / "rivals"
@@ -180,6 +183,155 @@ def test_pilot_commit():
     assert ids(choice.prompts) == ["2", "3"] and ids(choice.replacements) == ["1", "0"]
 
 
+# ---- ar3po.py --------------------------------------------------------------------------------------------------------
+
+
+def with_label(pool, **labels):
+    """The pool of a prompt with these labels."""
+    return dataclasses.replace(pool, prompt=dataclasses.replace(pool.prompt, labels=labels))
+
+
+def test_ar3po():
+    module = load(RIVALS / "ar3po.py")
+    config = CollectionConfig(strategy=f"{RIVALS}/ar3po.py:ar3po", samples_per_round=4, max_rounds=2)
+    strategy = module.ar3po(config)
+    rewards = np.array([[0, 1, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 0, 0], [0] * 8], float)
+    solved, late, unsolved = run_strategy(config, rewards)
+    assert [len(pool.responses) for pool in (solved, late, unsolved)] == [4, 8, 8]
+    # Mean 1/4, standard deviation 1/2: (3/4, -1/4, -1/4, -1/4) * 2 / 4.
+    assert make_group(solved, strategy).advantages == pytest.approx([-0.125, 0.375, -0.125, -0.125], rel=1e-5)
+    assert make_group(unsolved, strategy).kept.size == 0
+    # A stored correct response is one of the eight: mean 1/8, deviation sqrt(1/8). Seven wrong ones are rows.
+    group = make_group(with_label(unsolved, solved="yes"), strategy)
+    assert group.kept.tolist() == list(range(7))
+    assert group.advantages == pytest.approx([-0.125 / 0.125**0.5 / 8] * 7, rel=1e-5)
+    # Where one is correct, nothing is taken from the store.
+    assert np.array_equal(
+        make_group(with_label(solved, solved="yes"), strategy).advantages, make_group(solved, strategy).advantages
+    )
+
+
+def test_ar3po_remembers_who_was_solved():
+    prompts = prompts_of(None, None, None)
+    selection = load(RIVALS / "ar3po.py").Reusing(prompts, CollectionConfig())
+    assert [prompt.labels for prompt in selection.choose(3, ScriptedRng([2, 0, 1])).prompts] == [{}] * 3
+    selection.observe([group_of(prompts[0], [0, 1]), group_of(prompts[1], [0, 0])])
+    selection.observe([group_of(prompts[0], [0, 0])])  # once solved, always solved
+    chosen = resumed(selection, prompts).choose(3, ScriptedRng([1, 0, 2])).prompts
+    assert [(prompt.id, prompt.labels) for prompt in chosen] == [("2", {}), ("1", {}), ("0", {"solved": "yes"})]
+
+
+def test_what_a_selection_tells_the_strategy_outlives_a_kill(tmp_path, monkeypatch):
+    """After a kill in an update its responses are stored, and the labels of their prompts are those of the choice."""
+    files = {"collection.strategy": "ar3po.py:ar3po", "collection.selection": "ar3po.py:Reusing"}
+    config = tiny(
+        **{name: f"{RIVALS}/{file}" for name, file in files.items()},
+        **{
+            "iterations": 3, "checkpoint.every": 2, "evaluation.every": 0, "logging.trackers": "",
+            "data.prompts": cipher_file(tmp_path / "prompts.jsonl", 8), "collection.prompts_per_iteration": 8,
+            "learning.prompts_per_update": 8, "collection.samples_per_round": 3, "collection.max_rounds": 1,
+            "sampling.slots": 32,
+        },
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(ResponseJournal, "forget", lambda *_: None)
+        assert train(config, tmp_path / "unbroken").ending is Ending.FINISHED
+    # A prompt that is solved again has 3 rows, one that was solved before has 2.
+    assert writers.read_metrics(tmp_path / "unbroken")[2]["collection/kept"] % 3
+    shutil.copytree(tmp_path / "unbroken", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "3")
+    assert train(config, tmp_path / "resumed").ending is Ending.FINISHED
+    assert reproducible(tmp_path / "resumed") == reproducible(tmp_path / "unbroken")
+
+
+# ---- vip.py ----------------------------------------------------------------------------------------------------------
+
+
+def words_of(*tokens):
+    return [Prompt(str(i), "", "", np.array(each, np.int32)) for i, each in enumerate(tokens)]
+
+
+def test_vip_shares_the_budget():
+    module = load(RIVALS / "vip.py")
+    config = CollectionConfig(group_size=9, samples_per_round=8, max_rounds=2)
+    prompts, strategy = words_of([0], [1]), module.vip(config)
+    selection = module.VIP(prompts, config)
+
+    def draws(*rates):
+        selection.predict = lambda names: np.array(rates)
+        chosen = selection.choose(2, ScriptedRng([0, 1])).prompts
+        return [strategy.next_draws(PromptProgress(prompt, 0, 0, 0)) for prompt in chosen]
+
+    # 18 draws; sqrt(p (1 - p)) is 0.5 and 0.3, so n - 1 are 10 and 6.
+    assert draws(0.5, 0.1) == [11, 7]
+    # 0.5 and 0.0316 would be 15.05 and 0.95: at most 16, at least 2.
+    assert draws(0.5, 0.001) == [16, 2]
+    assert strategy.next_draws(PromptProgress(prompts[0], 1, 11, 3)) == 0
+    (pool,) = run_strategy(CollectionConfig(strategy=f"{RIVALS}/vip.py:vip"), np.tile([1.0, 0.0], (1, 16)))
+    # 1 - 0 and 0 - 1, the reward of the other one, halved.
+    assert make_group(pool, strategy).advantages.tolist() == [0.5, -0.5]
+
+
+def test_vip_predicts_by_likeness():
+    prompts = words_of([0, 0, 0], [0, 0, 1], [2, 2, 2])
+    selection = load(RIVALS / "vip.py").VIP(prompts, CollectionConfig())
+    assert selection.predict(["0", "1", "2"]).tolist() == [0.5] * 3
+    selection.observe([group_of(prompts[0], [1] * 4), group_of(prompts[2], [0] * 4)])
+    # The variances of the counts are 14/9, 2/9 and 2, so the mean squared distance is 68/9: that of 0, 2, 2, 18, 18,
+    # 14, 14, 0, 0. Prompt 1 has the squared distances 2 and 14 from the others: their kernels are 4 exp(-d / (136/9)).
+    near, far, across = 4 * np.exp(-2 * 9 / 136), 4 * np.exp(-14 * 9 / 136), 4 * np.exp(-18 * 9 / 136)
+    # Logits +-log(4.5 / 0.5), of noise 1/4.5 + 1/0.5 = 20/9. By symmetry the two weights are opposite numbers.
+    weight = np.log(9) / (4 + 20 / 9 - across)
+    expected = 1 / (1 + np.exp(-weight * np.array([4 - across, near - far, across - 4])))
+    assert resumed(selection, prompts).predict(["0", "1", "2"]) == pytest.approx(expected)
+
+
+# ---- aero.py ---------------------------------------------------------------------------------------------------------
+
+
+def test_aero():
+    config = CollectionConfig(strategy=f"{RIVALS}/aero.py:aero", samples_per_round=4, max_rounds=2)
+    strategy = load(RIVALS / "aero.py").aero(config)
+    rewards = np.zeros((5, 8))
+    for row, right in enumerate(([0], [5], [], [1, 3], range(8))):
+        rewards[row, list(right)] = 1.0
+    groups = [make_group(pool, strategy) for pool in run_strategy(config, rewards)]
+    # All wrong: two more at a time, until one is correct.
+    assert [len(group.pool.responses) for group in groups] == [4, 6, 8, 4, 4]
+    # The prior has one correct and one wrong draw, as the estimate is 1/2. 1 of 4: p = 2/6, deviation sqrt(2)/3. One of
+    # three wrong responses is a row.
+    assert groups[0].kept.tolist() == [0, 1]
+    assert groups[0].advantages == pytest.approx([2**0.5 / 2, -(2**0.5) / 4])
+    # 1 of 6: p = 2/8, deviation sqrt(3)/4.
+    assert groups[1].kept.tolist() == [0, 5]
+    assert groups[1].advantages == pytest.approx([-(3**-0.5) / 2, 3**0.5 / 2])
+    # Groups that are all alike have advantages: p = 1/10, deviation 3/10; p = 5/6, deviation sqrt(5)/6.
+    assert groups[2].advantages == pytest.approx([-1 / 3 / 8] * 8)
+    assert groups[4].advantages == pytest.approx([5**-0.5 / 4] * 4)
+    # Half are correct: all are rows.
+    assert groups[3].advantages.tolist() == [-0.25, 0.25, -0.25, 0.25]
+    # An estimate of 1/4, from earlier iterations: (2/4 + 0) / (2 + 8) = 1/20.
+    pool = dataclasses.replace(groups[2].pool, estimate=0.25)
+    assert make_group(pool, strategy).advantages == pytest.approx([-0.05 / (0.05 * 0.95) ** 0.5 / 8] * 8)
+
+
+# ---- pcl.py ----------------------------------------------------------------------------------------------------------
+
+
+def test_pcl():
+    prompts = words_of([0, 0], [1], [2], [0], [1, 1], [2, 2])
+    selection = load(RIVALS / "pcl.py").PCL(prompts, CollectionConfig())
+    # V is 1/2. Features are unit vectors, so the step is 4 * (2 * 1/2 * 1/4) / 2 = 1/2, up and down.
+    observed = selection.observe([group_of(prompts[0], [1, 1]), group_of(prompts[1], [0, 0])])
+    assert observed == {"selection/value_error": 0.5}
+    assert selection.to_json() == {"weights": [0.5, -0.5, 0.0]}
+    other = resumed(selection, prompts)
+    assert other.values(np.arange(4)) == pytest.approx([0.62246, 0.37754, 0.5, 0.62246], abs=1e-5)
+    # Of the first four of a random order, the nearest to 1/2.
+    assert ids(other.choose(1, ScriptedRng([0, 1, 2, 3, 4, 5])).prompts) == ["2"]
+    assert ids(other.choose(1, ScriptedRng([1, 0, 3, 4, 2, 5])).prompts) == ["1"]
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 TRAINED = {
@@ -187,6 +339,10 @@ TRAINED = {
     "mopps": {"strategy": "grpo", "selection": "mopps.py:MoPPS"},
     "greso": {"strategy": "dapo", "selection": "greso.py:GRESO"},
     "knapsack": {"strategy": "knapsack.py:knapsack"},
+    "ar3po": {"strategy": "ar3po.py:ar3po", "selection": "ar3po.py:Reusing"},
+    "vip": {"strategy": "vip.py:vip", "selection": "vip.py:VIP"},
+    "aero": {"strategy": "aero.py:aero"},
+    "pcl": {"strategy": "grpo", "selection": "pcl.py:PCL"},
     "pilot_commit": {"strategy": "pilot_commit.py:pilot_commit", "selection": "pilot_commit.py:Unsolved"},
 }
 

@@ -98,7 +98,10 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     run.components.graders(run.verifiers).failure = ""
     stored, upcoming = source.stored or CollectedShard([]), source.choice.upcoming
     if stored.pools:
-        collected = stored
+        # As the selection has chosen them: it may tell the strategy what it knows in their labels.
+        chosen = {prompt.id: prompt for prompt in (*source.choice.prompts, *source.choice.replacements)}
+        pools = [dataclasses.replace(pool, prompt=chosen[pool.prompt.id]) for pool in stored.pools]
+        collected = dataclasses.replace(stored, pools=pools)
         upcoming.partial.update(stored.partial)
         if isinstance(run.estimator, ValueHead):  # `observe` needs the features of the prompts
             run.estimator.estimate(source.weights, source.choice.prompts)
