@@ -1,8 +1,8 @@
-"""Admission of draws: how many may start, so that the pages which they and the active ones will need are there.
+"""Admission of draws: how many may start, so that there are enough pages for them and the active ones.
 
 A draw takes its pages one by one as it grows, and how many it will take is not known when it starts. The forecast uses
-the responses seen so far: of those that needed at least h pages, the share that needed h + j. It is made of integers,
-so that the compiled window and its model in numpy decide alike.
+the responses seen so far: of those that needed at least h pages, the share that needed h + j. It is computed in
+integers, so that all devices, and the model of the window in bench/, decide alike.
 """
 
 import jax.numpy as jnp
@@ -11,14 +11,14 @@ from jaxtyping import Bool, Int
 
 from reinforce_ada_jax.sampling.pages import ArrayLike
 
-# Pages of a forecast are counted in this fraction.
+# A forecast counts pages in units of 1 / FRACTION.
 FRACTION = 256
 # Responses at which the counts are halved: older ones count less, and products stay within int32.
 MOST_SEEN = 2**14
 
 
 class Lengths:
-    """Numbers of pages that the responses of a session needed, beside those of their prompts."""
+    """Numbers of pages that the responses of a session needed, in addition to those of their prompts."""
 
     def __init__(self, width: int):
         """Starts with one response of `width` pages: until others are seen, every draw is taken to be the longest."""
@@ -42,7 +42,7 @@ class Lengths:
 
 
 def expected_pages(survivors: Int[ArrayLike, " width"]) -> Int[ArrayLike, "rows ahead"]:
-    """Returns pages that a draw which holds h of its own is expected to hold after growing by j, in 1 / FRACTION.
+    """Returns the pages, in 1 / FRACTION, that a draw with h own pages is expected to hold when it has grown by j.
 
     Row h = 0 is zero: an idle slot. A draw that ends before it has grown by j holds none.
     """
@@ -61,9 +61,9 @@ def admissible(
 ) -> Bool[ArrayLike, " S"]:
     """Returns True for idle slots whose draws may start: with them the forecast stays within `room` at all times.
 
-    No draw passes one before it that may not. With all slots idle the first one always may: it fits alone. `expected`
-    is from `expected_pages`; `held` are the own pages of each slot, 0 for idle ones; `limit` the most that its draw
-    needs, or the draw that it would start, 0 for none. Slots may hold `room` pages in all.
+    No draw overtakes an earlier one that may not start. With all slots idle the first one always may: it fits alone.
+    `expected` is from `expected_pages`; `held` are the own pages of each slot, 0 for idle ones; `limit` the most that
+    its draw needs, or the draw that it would start, 0 for none. Slots may hold `room` pages in all.
     """
     idle = held == 0
     pages = jnp.maximum(held, 1)
@@ -71,6 +71,6 @@ def admissible(
     needed = jnp.where(in_reach, expected[pages], 0)
     new = jnp.where(idle[:, None], needed, 0)
     spare = room * FRACTION - (needed - new).sum(0)
-    # Where a draw is not expected to last so long, it is in nobody's way.
+    # A draw that is not expected to last that long needs no room then.
     fits = ((new.cumsum(0) <= spare[None]) | (new == 0)).all(1)
     return idle & (limit > 0) & ((~fits).cumsum() == 0)

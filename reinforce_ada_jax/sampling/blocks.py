@@ -1,7 +1,7 @@
 """Sampling of a large vocabulary in two levels: a block by its mass, then a token within the block.
 
-Noise for each of 151,936 tokens takes longer than all else that follows the logits. Two levels need a number for each
-block and one for each token of a single block, 4,134 together. The distribution is the same. A block is drawn with the
+Noise for each of 151,936 tokens takes longer than all else that follows the logits. Two levels need a random number for
+each block and for each token of a single block, 4,134 together. The distribution is the same. A block is drawn with the
 probability of all its tokens, a token with its share of the block, and the product is the token's own probability. Both
 draws use the Gumbel-max trick: the argmax of log p + Gumbel noise is a sample of p, also where p is not normalised.
 Their noise is independent. Only the masses are rounded, in float32.
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from reinforce_ada_jax.distributed.mesh import on_own_part
 
-# Noise for each token is as fast up to here, twice the number of blocks.
+# Up to this vocabulary, twice the number of blocks, noise for each token is as fast.
 LARGEST_IN_ONE_LEVEL = 8192
 # Devices along `tensor` have whole groups, if this is a multiple of their number.
 GROUPS = 8
@@ -124,7 +124,7 @@ def sample(
     tokens, chosen = on_own_part(of_own_groups, mesh, in_specs=(columns, whole, whole), out_specs=whole)(
         logprobs, keys, positions
     )
-    # Beyond it only where nothing is a number.
+    # Beyond the vocabulary only if no log-probability is a number.
     return jnp.minimum(tokens, logprobs.shape[1] - 1), chosen
 
 

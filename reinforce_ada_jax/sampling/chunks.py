@@ -25,7 +25,7 @@ from reinforce_ada_jax.sampling.paged_attention import (
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import EngineOptions, Prompts
 
-# Cached tokens that all queries of a chunk meet at a time.
+# Cached tokens that all queries of a chunk attend to at a time.
 TOKENS_AT_A_TIME = 256
 
 
@@ -61,7 +61,7 @@ def next_chunk(prompts: Prompts, num_tokens: int) -> tuple[Chunk, Int[Array, " R
 def visible_pages(table: Int[Array, "C width"], lengths: Int[Array, " C"], page_size: int, pages: int) -> VisiblePages:
     """Returns the pages of the first `lengths[c]` tokens of each table; `pages` is their number in the pool.
 
-    They are in the order of the tables, not of their numbers, which depend on history: so sums don't.
+    They are in the order of the tables, not of page numbers: those depend on history, and sums must not.
     """
     column = jnp.broadcast_to(jnp.arange(table.shape[1])[None], table.shape).reshape(-1)
     page = jnp.where(column < jnp.repeat(num_pages(lengths, page_size), table.shape[1]), table.reshape(-1), NULL)
@@ -88,7 +88,7 @@ def chunk_attention(
     first_page: Int[Array, ""] | int = 0,
     reach: Int[Array, ""] | None = None,
 ) -> Float[Array, "C N H"]:
-    """`paged_attention` of queries that share most of their pages: each page is read once, for all queries.
+    """Computes `paged_attention` for queries that share most of their pages: each page is read once for all queries.
 
     Pages are those of all layers, and `first_page` the first of this layer. The table has the numbers within a layer;
     `visible` is from `visible_pages`.

@@ -61,10 +61,10 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
 def _change(
     state: DecodeState, wanted: Bool[Array, ""], change: Callable[..., tuple[Occupancy, Any]], other: Any = ()
 ) -> tuple[DecodeState, Any]:
-    """Changes the small records of a state, and `other`, where wanted: (state, other).
+    """Applies `change` to the small records of a state and to `other` if `wanted`; returns (state, other).
 
-    Keys and values stay outside: a branch would copy them. All that only a change needs belongs into it: a window has
-    many more tokens than changes.
+    Keys and values stay outside: a branch would copy them. Work that only a change needs belongs into `change`, because
+    most tokens need none.
     """
     small, other = jax.lax.cond(wanted, change, lambda *unchanged: unchanged, occupancy(state), other)
     return state.replace(pool=small.pool, prompts=small.prompts, queue=small.queue, slots=small.slots), other
@@ -92,8 +92,7 @@ def insert(
 ) -> DecodeState:
     """Starts one response in a given slot with pages of its own, whatever the slot held before.
 
-    The caller keeps count of pages: this is the way of an orchestrator that owns the slots, one prompt for each. The
-    response goes to the output row of the slot's number.
+    The caller owns the slots and counts the pages. The response goes to the output row of the slot's number.
     """
     here = jnp.arange(options.slots) == slot
     state = release_slots(state, here)
@@ -136,7 +135,7 @@ def _take_pages(
         small = slots_lib.evict(small, needs_page, floor)
         evicted = before.active & ~small.slots.active
         redone = redone + jnp.sum(jnp.where(evicted, before.count, 0), dtype=jnp.int32)
-        # All tokens are reported again, because programs of some shapes round otherwise, and so draw others.
+        # All tokens are reported again: programs of other shapes may round differently, and so draw other tokens.
         row = jnp.where(evicted, before.requests.output_row, length.shape[0])
         return small, redone, start.at[row].set(0, mode="drop"), length.at[row].set(0, mode="drop")
 
@@ -189,7 +188,7 @@ def _append_tokens(
     mesh: Mesh,
     drafted: drafts_lib.Rows | None = None,
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
-    """Samples a token for every active slot, and behind each right guess, into its output row.
+    """Samples a token for every active slot, and one after each right guess, into its output row.
 
     The log-probabilities are of each slot, or of each row of `drafted`, whose guesses are verified. The active rows are
     among the first `num_rows`. Where `decoding` is False, nothing changes. Returns the state, and which responses
@@ -284,12 +283,12 @@ def decode_window(
     """Takes up to `options.window` decode steps of all slots, which are refilled from the queue as they become free.
 
     Before each decode step up to `options.prefill_tokens` tokens of new prompts are prefilled. Where a quarter of the
-    slots is idle because the next request's prompt is not ready, decoding waits: steps of few slots cost as much as of
-    many. With `options.drafts` a slot may decode several tokens in a step (drafts.py).
+    slots is idle because the next request's prompt is not ready, decoding waits: a step of few slots costs as much as
+    one of many. With `options.drafts` a slot may decode several tokens in a step (drafts.py).
 
-    It ends earlier when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and as many
-    responses ended as an eighth of the slots: the host then has new requests sooner. With the queue empty and few slots
-    active (`options.widths`), only these are computed.
+    The window ends earlier when nothing is left to decode. It also ends when the queue is empty, a quarter of the slots
+    is idle, and responses of an eighth of the slots have ended: the host can then send new requests sooner. With the
+    queue empty and few slots active (`options.widths`), only these are computed.
     """
     widths, step_sizes, adapters = options.widths, draft_choice.step_sizes(options), state.terms.adapter
     state = _begin_window(state, inputs, options)
@@ -298,7 +297,7 @@ def decode_window(
     expected = admission.expected_pages(inputs.survivors)
 
     def compute_logprobs(index, carry, num_rows, rows):
-        """Computes the first `num_rows` rows; a slice that the index moves keeps all of it inside of the loop."""
+        """Computes the first `num_rows` rows; slicing by the loop's index keeps all of it inside the loop."""
         pools, logprobs = carry
         first = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * num_rows, num_rows), rows)
         pools, new = _forward(model, first, pools, adapters, options, mesh)
@@ -335,8 +334,8 @@ def decode_window(
         state, ended = _append_tokens(state, logprobs, decoding, num_rows, options, mesh, drafted)
         return _end_responses(state, ended, inputs.park_reserve), logprobs, width, go_on
 
-    # The last iteration refills and decodes nothing. So refilling, the choice of a width and all that does not depend
-    # on it exist once in the program: compiling takes longer than anything else at a start.
+    # The last iteration refills and decodes nothing. So refilling and the choice of a width exist once in the program:
+    # compiling takes most of the time of a start.
     logprobs = jnp.zeros((step_sizes[-1], model.architecture.vocab_size), jnp.float32)
     state = jax.lax.while_loop(
         lambda carry: carry[-1], decode_step, (state, logprobs, jnp.int32(options.slots), jnp.bool(True))
@@ -345,7 +344,7 @@ def decode_window(
 
 
 def _window_outputs(state: DecodeState, most_new_tokens: int) -> WindowOutputs:
-    """Copies the tokens from `start` on, of which no row has more than `most_new_tokens`."""
+    """Copies the new tokens of each row, at most `most_new_tokens` from `start` on."""
     outputs = state.outputs
     place = outputs.start[:, None] + jnp.arange(most_new_tokens)[None]
     tokens, logprobs = (jnp.take_along_axis(x, place, axis=1, mode="clip") for x in (outputs.tokens, outputs.logprobs))

@@ -1,8 +1,8 @@
 """The choice of drafts: how many guesses a decode step verifies, and whether an engine guesses at all.
 
-A row more makes a step longer, and a guess that is right makes a token more. A step verifies as many guesses as give
-most tokens for its time. The chance that a guess is right is counted for each prompt. The time is that of a formula:
-nothing here is measured while an engine runs, so equal runs choose equally.
+One more row makes a step longer, and a right guess gives one more token. A step verifies the number of guesses that
+gives the most tokens per time. The chance that a guess is right is counted for each prompt. The time comes from a
+formula and not from measurements, so equal runs choose equally.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def with_drafts(options: EngineOptions, architecture: Architecture, drafts: int 
 
 
 def step_sizes(options: EngineOptions) -> tuple[int, ...]:
-    """Returns the numbers of rows for which a window has the model, from the smallest."""
+    """Returns the numbers of rows for which a window contains the model, ascending."""
     most = min(options.slots * (options.drafts + 1), options.draft_rows)
     return tuple(sorted({*options.widths, max(options.slots, most)}))
 
@@ -62,8 +62,8 @@ def recent(counts: Int[ArrayLike, "R 2"]) -> Int[ArrayLike, "R 2"]:
 def chances(counts: Int[ArrayLike, "S 2"], num_drafts: int) -> Int[ArrayLike, "S drafts"]:
     """Returns the chances, of `CERTAIN`, that a slot's first guess is right, its first two are, and so on.
 
-    `counts` are the recent guesses for the slot's prompt, and the right ones of them. They are counted whether they are
-    verified or not, so nothing has to be tried: without any the first chance is 1/4, and right ones raise it.
+    `counts` are the recent guesses for the slot's prompt, and the right ones of them. Guesses are counted whether they
+    are verified or not, so none is verified only to learn. Without counts the first chance is 1/4.
     """
     first = (counts[:, 1] + 1) * CERTAIN // (counts[:, 0] + 4)
     each = [first]
@@ -79,10 +79,10 @@ def choose(
     options: EngineOptions,
     sizes: Sequence[int],
 ) -> tuple[Bool[ArrayLike, "S drafts"], Int[ArrayLike, ""]]:
-    """Chooses the guesses of a step, those with which it makes most tokens for its time; returns them and its rows.
+    """Chooses the guesses with which a step makes the most tokens per time; returns them and the step's rows.
 
-    In times of reading the weights, a step takes 1, `row_time` for each of its rows, with a guess or without, and
-    `token_time` for each cached token that it reads. So a guess that costs nothing, in an idle row, is verified.
+    The unit of time is one reading of the weights. A step takes 1, plus `row_time` for each of its rows, used or not,
+    plus `token_time` for each cached token that it reads. So a guess in an idle row, which costs nothing, is verified.
 
     Guesses that fit are the first ones of each slot. `slots` are those before the step, whose rows are one of `sizes`.
     """

@@ -20,7 +20,7 @@ from reinforce_ada_jax.sampling import draft_choice
 from reinforce_ada_jax.sampling.pages import ArrayLike
 from reinforce_ada_jax.sampling.state import DecodeState, Drafts, EngineOptions, OpenedPrompts, Slots
 
-# No token; also in the table, where nothing was written.
+# Marks a place without a token, also in the table of texts.
 NONE = -1
 # An odd number: its powers distinguish the places of a prompt's tokens.
 FACTOR = 0x9E3779B1
@@ -38,7 +38,7 @@ def text_rows(
 
 
 def begin_window(drafts: Drafts, opened: OpenedPrompts, keep: bool) -> Drafts:
-    """Finds the texts of prompts that are opened; unless `keep`, what they hold from earlier is cleared."""
+    """Finds the texts of prompts that are opened; unless `keep`, their earlier contents are cleared."""
     num_texts, open_prompts = drafts.text.shape[0], drafts.row.shape[0]
     row, text = text_rows(opened.tokens, opened.length, num_texts), drafts.text
     if not keep:
@@ -60,9 +60,10 @@ def guess(
 ) -> Int[ArrayLike, "S drafts"]:
     """Returns tokens that may follow each response, up to the first `NONE`.
 
-    They follow the last two tokens in the text, at the place nearest to the response's own. If these two are nowhere in
-    it, they follow the two in the sequence itself, where they came last; and else the text from the same place on. The
-    text is that of earlier responses, `NONE` where there is nothing; tokens of a response beyond `count` may be any.
+    The last two tokens are searched in the text; the guesses follow the match nearest to the response's own place.
+    Without a match they follow the last earlier place of the two in the sequence itself (prompt and response). Without
+    that they are the text from the same place on. `text` has earlier responses, and `NONE` where there is nothing;
+    tokens of `response` beyond `count` are ignored.
     """
     rows, room = jnp.arange(text.shape[0])[:, None], text.shape[1]
     place = jnp.arange(prompt.shape[1] + room)[None]
@@ -146,7 +147,7 @@ class Rows(NamedTuple):
 
 
 def draft_rows(state: DecodeState, options: EngineOptions) -> Rows:
-    """Guesses, and puts what is verified into rows."""
+    """Guesses tokens; returns the rows of the forward pass that verifies them."""
     slots, drafts, sizes = state.slots, state.drafts, draft_choice.step_sizes(options)
     assert drafts is not None
     most_rows = sizes[-1]
@@ -191,7 +192,7 @@ def verify(
     right = accepted(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     appended = active[:, None] & (place <= right[:, None])
-    # Of responses that write into the same place the last slot stays: it may be wrong, and only costs time.
+    # If several responses write into the same place, one of them stays: a wrong guess only costs time.
     text_row = jnp.where(appended, drafts.row[prompt_row][:, None], drafts.text.shape[0])
     compared = num_compared(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
     compared = jnp.where(active[:, None], compared, 0)

@@ -55,8 +55,9 @@ def enough_open_prompts(slots: int, samples_per_round: int) -> int:
     """Returns the open prompts with which slots stay busy while verdicts are on their way.
 
     A prompt fills at most as many slots as its round has draws, and none while its verdicts are pending. A quarter more
-    prompts than slots are enough for rounds of 4 and more. With single draws each prompt waits once for every response,
-    15 to 20 % of its time, and half as many more are worth 0.01 to 0.02 of slot-steps (docs/performance.md).
+    prompts than slots are enough for rounds of 4 and more. With single draws each prompt waits after every response, 15
+    to 20 % of its time; half as many more prompts than slots make 0.01 to 0.02 more of the slot-steps useful
+    (docs/performance.md).
     """
     return slots + slots // (4 if samples_per_round >= 4 else 2)
 
@@ -117,7 +118,7 @@ class Engine:
         self._programs = make_programs(architecture, options, mesh, cast_shardings)
 
     def _stack(self, of_replicas: Sequence[Any]) -> Any:
-        """Returns a program's argument made of those of this process's replicas."""
+        """Returns a program's argument, made of one argument for each of this process's replicas."""
         if num_replicas(self.mesh) == 1:
             return of_replicas[0]
         stacked = jax.tree.map(lambda *x: np.stack(x), *of_replicas)
@@ -204,7 +205,7 @@ class Engine:
         return {"decode window": lambda: self._programs.decode_window.lower(params, state, *arguments)}
 
     def token_programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """Returns the programs of decoding token by token, as `programs` does, but for `insert`, which is small."""
+        """Returns the programs of decoding token by token, as `programs` does, except `insert`, which is small."""
         params, state = self.abstract_weights(), self._programs.init_state.eval_shape()
 
         def prefill(tokens: int) -> Callable[[], jax.stages.Lowered]:

@@ -41,7 +41,7 @@ class PageBudget:
         """Returns True if the prompt can be opened now.
 
         Its first `shared` pages are those of another prompt. Prompts must leave `for_responses` pages to responses.
-        With `after_closing` the pages count that the next window releases.
+        With `after_closing`, pages that the next window releases count as free.
         """
         free = self.guaranteed_free_pages + (self._closed if after_closing else 0)
         return self._pages(prompt) - shared <= min(self._room_for_prompts(for_responses), free)
@@ -49,7 +49,7 @@ class PageBudget:
     def open_prompt(self, row: int, prompt: Prompt, like: int = 0, shared: int = 0) -> None:
         """Takes the pages of a prompt that fits; the first `shared` are those of the prompt in row `like`.
 
-        In the row of a parked turn it goes on: `like` is that row, and `shared` are all its pages.
+        A prompt that continues a parked turn takes its row: `like` is the same row, and `shared` are all its pages.
         """
         new = self._pages(prompt) - shared
         pages = [*(self._pages_of[like][:shared] if shared else ()), *itertools.islice(self._numbers, new)]
@@ -61,14 +61,14 @@ class PageBudget:
     def park(self, row: int, num_pages: int, like: int, shared: int) -> None:
         """Counts a response's pages as those of a prompt row; the first `shared` are those of its prompt.
 
-        They have not been free since the window that parked them, of which `read_window` is told next.
+        They have not been free since the window that parked them; `read_window` for that window must follow.
         """
         new = itertools.islice(self._numbers, num_pages - shared)
         self._pages_of[row] = [*self._pages_of[like][:shared], *new]
         self._holders.update(self._pages_of[row])
 
     def close_prompt(self, row: int) -> None:
-        """Counts on the pages that only this prompt holds from the next window on, which releases them."""
+        """Counts the pages that only this prompt holds as free from the next window on, which releases them."""
         for page in self._pages_of.pop(row):
             self._holders[page] -= 1
             if not self._holders[page]:
@@ -78,7 +78,7 @@ class PageBudget:
     def submit_window(self, next_prompts: Iterable[Prompt], for_responses: int = 0) -> int:
         """Accounts for a window, and returns the pages that its new responses must leave free, for `next_prompts`.
 
-        No more is counted on for these than `for_responses` leaves, as for `fits`.
+        They are at most what `for_responses` leaves, as in `fits`.
         """
         reserve = max(0, min(sum(map(self._pages, next_prompts)), self._room_for_prompts(for_responses)))
         self._in_flight.append((self._closed - self._opened, reserve))
@@ -96,7 +96,8 @@ class PageBudget:
     def _after_window(self, free_pages: int, reserve: int) -> int:
         """Returns the pages that are free after a window which began with at least `free_pages`.
 
-        Slots may take all but `reserve`, and never more than their tables hold; nor do turns that were parked since.
+        Slots may take all but `reserve`, but never more than their tables hold, and turns parked since a prompt's pages
+        each.
         """
         options = self._options
         held_by_slots = options.slots * options.table_width + self.parkable_turns * options.prompt_width

@@ -1,7 +1,7 @@
 """Writes into the pages of keys and values: tokens of a step, whole prompts, and copies of pages.
 
-Where heads are split over `tensor`, every device writes its own: left to itself, XLA gathers from all devices what is
-written. Which page a token goes to is decided in pages.py.
+Where heads are split over `tensor`, every device writes its own; XLA alone would gather the values of all devices.
+Which page a token goes to is decided in pages.py.
 """
 
 import jax
@@ -39,8 +39,8 @@ def write_tokens(
 def write_token(pages: Pages, new: Float[Array, "S K H"], page: Int[Array, " S"], offset: Int[Array, " S"]) -> Pages:
     """Puts one token's keys (or values) of every slot at (page, offset); tokens may share a page.
 
-    All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool. Scales are written by rows
-    of a page, at first 0 for the new token: XLA for TPUs would transpose all of them to write single numbers.
+    All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool. Scales are written as rows
+    of a page, after the new token's scale is set to 0: XLA for TPUs would transpose all scales to write single numbers.
     """
     kv_heads, num_pages, page_size, _ = pages.shape
     heads, page = jnp.arange(kv_heads)[:, None], page[None]
@@ -80,9 +80,9 @@ def write_pages(
 def _finite(new: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns keys or values with 0 in place of what is not finite.
 
-    Pages have several owners in turn, and attention multiplies what the one before left in them by a weight of 0, which
-    does not hide NaN. The log-probabilities of the token show it where its hidden state is not finite; where only its
-    key or value is not, such as by a broken bias, the learner's do.
+    A page has several owners in turn. Attention multiplies the numbers of an earlier owner by a weight of 0, which
+    would not hide NaN. If the token's hidden state is not finite, its log-probabilities show it. If only its key or
+    value is not, as with a broken bias, the learner's log-probabilities show it.
     """
     return jnp.where(jnp.isfinite(new), new, 0)
 

@@ -28,7 +28,7 @@ BATCH_BYTES = 2**19
 
 
 def choose_backend(name: str, numerics: str = "fast", *, window: int = 0) -> str:
-    """`name`, or for "auto" the one made for the devices at hand; or the one with these numerics.
+    """Returns `name`, or for "auto" the backend of the platform; with invariant numerics "invariant".
 
     With sliding layers (`Architecture.window`) it is never a kernel.
 
@@ -64,7 +64,7 @@ def paged_attention(
     mesh: Mesh | None = None,
     reach: Int[Array, ""] | None = None,
 ) -> Float[Array, "S N H"]:
-    """softmax(q k / sqrt(H)) v over the first `lengths[s]` tokens of slot s; zeros where the length is 0.
+    """Computes softmax(q k / sqrt(H)) v over the first `lengths[s]` tokens of slot s; zeros where the length is 0.
 
     Args:
       query: the new token's, rotated.
@@ -74,7 +74,7 @@ def paged_attention(
       table: physical pages of each slot in order; entries beyond its length must be valid page numbers.
       backend: one of `BACKENDS`.
       mesh: where heads are split over `tensor`; the kernels need it, XLA finds out for itself.
-      reach: of these tokens a slot sees the last ones (`LayerPlace.reach`); None: all. The kernels take none.
+      reach: a slot sees only this many of its last tokens (`LayerPlace.reach`); None: all. The kernels take None only.
     """
     if backend == "jnp":
         return _live_pages(query, key_pages, value_pages, lengths, table, reach)
@@ -93,10 +93,10 @@ def paged_attention(
 
 
 def _live_pages(query, key_pages, value_pages, lengths, table, reach):
-    """The live pages of all slots in one row, worked through a few at a time, one batch at a time.
+    """Puts the live pages of all slots into one row, and computes a batch of them at a time.
 
     Each page gives a softmax of its own (largest score, sum, weighted values); those of a slot are joined at the end.
-    A gather of every slot's whole table in place of this took 10 times as long at 64 slots with room for 320 tokens.
+    Gathering every slot's whole table instead took 10 times as long at 64 slots with room for 320 tokens.
     """
     num_slots, num_heads, head_dim = query.shape
     kv_heads, _, page_size, padded_dim = key_pages.shape
@@ -111,7 +111,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table, reach):
     slot = jnp.repeat(jnp.arange(num_slots), counts, total_repeat_length=most)
     column = jnp.clip(jnp.arange(most) - first[slot], 0, width - 1)
     page, tokens = table[slot, column], lengths[slot] - column * page_size
-    # K first, as in the pages: XLA would transpose these, many times as large.
+    # K first, as in the pages: otherwise XLA would transpose the pages, which are many times as large.
     grouped = pad_head_dim(query * head_dim**-0.5, key_pages)
     grouped = grouped.reshape(num_slots, kv_heads, group, padded_dim).swapaxes(0, 1)
 
@@ -161,7 +161,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table, reach):
 
 
 def _by_tiles(query, key_pages, value_pages, lengths, table, reach):
-    """`invariant.attention` of tiles of slots: tiles of keys are gathered token by token, whatever the page size."""
+    """Computes `invariant.attention` by tiles of slots; keys are gathered by token, so the page size has no effect."""
     kv_heads, _, page_size, _ = key_pages.shape
     capacity = table.shape[1] * page_size
 
@@ -177,18 +177,18 @@ def _by_tiles(query, key_pages, value_pages, lengths, table, reach):
 
 
 def choose_rowwise(backend: str, wanted: Bool[Array, " S"]) -> Rowwise:
-    """Returns how `transformer.run` computes rows beside the attention of a backend; those not wanted may be zeros."""
+    """Returns how `transformer.run` computes rows outside of attention; rows that are not wanted may be zeros."""
     if backend != "invariant":
         return all_rows
     return invariant.by_tiles(jnp.max(jnp.where(wanted, 1 + jnp.arange(wanted.shape[0]), 0)))
 
 
 def numbers(pages: Pages, dtype: DTypeLike) -> Array:
-    """Returns what pages hold, without its scales."""
+    """Returns the numbers in pages, not multiplied by their scales."""
     return pages.values.astype(dtype) if isinstance(pages, Quantized) else pages
 
 
 def pad_head_dim(new: Float[Array, "... H"], pages: Pages) -> Float[Array, "... padded_H"]:
-    """Keys or values with zeros up to the width of the pages."""
+    """Returns keys or values, padded with zeros to the width of the pages."""
     missing = pages.shape[-1] - new.shape[-1]
     return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, missing)]) if missing else new

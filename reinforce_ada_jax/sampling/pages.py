@@ -26,13 +26,13 @@ Tokens = TypeVar("Tokens", int, Array, np.ndarray)
 
 
 class Record(struct.PyTreeNode):
-    """Frozen pytree of arrays; of shardings or abstract shapes, too, so that its fields are not checked at run time."""
+    """Frozen pytree of arrays, shardings or abstract shapes, so its fields are not checked at run time."""
 
     __no_type_check__ = True
 
 
 def padded_head_dim(head_dim: int, backend: str) -> int:
-    """Returns the numbers that a page holds for each head: the first `head_dim` are used, the others stay zero.
+    """Returns how many numbers a page holds for a token and head: `head_dim` are used, the others stay zero.
 
     The TPU kernel reads lanes of 128, Triton blocks of a power of two. Padding the pages at every step would copy the
     whole cache, so they are allocated that wide. The zeros change neither scores nor what is mixed.
@@ -45,7 +45,7 @@ def padded_head_dim(head_dim: int, backend: str) -> int:
 
 
 class PagePool(Record):
-    """`stack[:available]` are the free pages, the next one to go last."""
+    """Pool of pages: those in `stack[:available]` are free, and the last of these is allocated next."""
 
     stack: Int[ArrayLike, " pages"]
     available: Int[ArrayLike, ""]
@@ -86,7 +86,7 @@ def num_pages(tokens: Tokens, page_size: int) -> Tokens:
 
 
 def own_pages(prompt: Tokens, response: Tokens, page_size: int) -> Tokens:
-    """Returns the pages that a response needs beside those of its prompt; lengths in tokens, at least 1.
+    """Returns the pages that a response needs in addition to its prompt's; lengths in tokens, at least 1.
 
     The prompt's last token starts the first of them, and the response's last token is never stored.
     """

@@ -1,8 +1,8 @@
 """Attention of one new token per slot over pages, as Pallas kernels: JAX's own for TPU, and ours for GPU and int8.
 
 Same meaning as `paged_attention.paged_attention`, which dispatches here. Both read a slot's live pages only, and run
-inside `shard_map` over the mesh axis `tensor`, each device with its own heads. What neither knows: how pages are
-assigned (`pages.py`) or written (`page_writes.py`).
+inside `shard_map` over the mesh axis `tensor`, each device with its own heads. Pages are assigned in pages.py and
+written in page_writes.py.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.sampling.paged_attention import Pages
 from reinforce_ada_jax.sampling.pages import TRITON_TILE, padded_head_dim
 
-# Tokens whose keys and values a TPU core reads at once: 0.5 MiB of VMEM at head dim 128 in bf16, twice buffered. Up
-# to 5,120 compile for v5e; a slot's last block is read whole, so more would be read in vain.
+# Tokens whose keys and values a TPU core reads at once: 0.5 MiB of VMEM at head dim 128 in bf16, twice buffered. Up to
+# 5,120 compile for v5e; a slot's last block is read whole, so larger blocks would read more unused tokens.
 TPU_BLOCK_TOKENS = 512
 # The TPU kernel keeps the page table in a core's scalar memory. For v5e to tpu7x, 0.97 MiB compile and 1.02 fail.
 TPU_SCALAR_BYTES = 2**20
@@ -64,7 +64,7 @@ def _over_heads(
 
 
 def tpu_blocks(width: int, page_size: int) -> tuple[int, int]:
-    """(blocks, pages of each) that cover a table of `width` pages with blocks of about `TPU_BLOCK_TOKENS` tokens."""
+    """Returns (blocks, pages of each) that cover a table of `width` pages; a block has about `TPU_BLOCK_TOKENS`."""
     blocks = -(-width // max(1, TPU_BLOCK_TOKENS // page_size))
     return blocks, -(-width // blocks)
 
@@ -86,7 +86,7 @@ def pallas_tpu(
     mesh: Mesh,
     interpret: bool = False,
 ) -> Float[Array, "S N H"]:
-    """`paged_attention` by the kernel shipped with JAX. It rounds keys and values to bfloat16, whatever the pool has.
+    """Computes `paged_attention` with JAX's own kernel, which rounds keys and values to bfloat16.
 
     Values beyond a slot's length must be finite: the kernel masks scores by adding to them. Pages in int8 have a kernel
     of their own: JAX's would make scales as wide as the head, four times the size of the pages.
@@ -140,7 +140,7 @@ def _tpu_int8_kernel(
     *,
     scale: float,
 ):
-    """All heads of one slot: online softmax over blocks of pages, the next one copied while one is computed."""
+    """Computes all heads of one slot: online softmax over blocks of pages; the next block is copied meanwhile."""
     slot, length = pl.program_id(0), length_ref[pl.program_id(0)]
     width = table_ref.shape[0] // length_ref.shape[0]
     _, block_pages, kv_heads, page_size, head_dim = buffers[0].values.shape
@@ -236,13 +236,13 @@ def _gpu_kernel(
     *,
     scale: float,
 ):
-    """One slot, one kv head, one of its splits: softmax numerators times values, their maximum score and their sum."""
+    """Computes one split of a slot and kv head: softmax numerators times values, the maximum score, and their sum."""
     split, num_splits = pl.program_id(2), pl.num_programs(2)
     page_size, length = pools[0].shape[1], length_ref[...]
     query = query_ref[...]
 
     def load(ref, page, offset):
-        """Numbers of these tokens, and their scales, 1 where the pages have none."""
+        """Returns the numbers of these tokens, and their scales; 1 where the pages have none."""
         if isinstance(ref, Quantized):
             return ref.values[page, offset].astype(query.dtype), ref.scale[page, 0, offset]
         return ref[page, offset].astype(query.dtype), jnp.ones(page.shape, jnp.float32)
@@ -251,7 +251,7 @@ def _gpu_kernel(
         mixed, max_score, total = carry
         token = block * GPU_BLOCK_TOKENS + jnp.arange(GPU_BLOCK_TOKENS)
         live = token < length
-        # Beyond the length, the last live token once more: nothing else is read, so nothing else need be finite.
+        # Beyond the length the last live token is read again, so nothing else need be finite.
         token = jnp.minimum(token, length - 1)
         page, offset = table_ref[token // page_size], token % page_size
         (key, key_scale), (value, value_scale) = (load(ref, page, offset) for ref in pools)
@@ -287,7 +287,7 @@ def pallas_gpu(
     mesh: Mesh,
     interpret: bool = False,
 ) -> Float[Array, "S N H"]:
-    """`paged_attention` as flash decoding (Dao et al. 2023) in Triton: online softmax in float32, any page size.
+    """Computes `paged_attention` as flash decoding (Dao et al. 2023) in Triton: online softmax in float32.
 
     A program reads the live tokens of one slot and kv head; where slots and heads are few, several share them. The
     kernel shipped with JAX is deprecated since 0.11, and rounds unnormalised parts to the query's dtype.

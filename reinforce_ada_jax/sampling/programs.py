@@ -57,7 +57,7 @@ def _map_weights(architecture: Architecture, options: EngineOptions, make: Calla
 def as_decoded(params: Params, options: EngineOptions) -> Params:
     """Returns the learner's weights as decoding reads them: cast, matrices quantised if asked for.
 
-    Adapters stay beside their base where the options name them, and are merged into it where they do not.
+    Adapters stay apart from their base if the options name them; otherwise they are merged into it.
     """
     if options.adapters is None:
         return _plain(params, options)
@@ -96,8 +96,8 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     new_state = functools.partial(empty_state, options, architecture)
     layout = jax.tree.map(lambda _: own, jax.eval_shape(new_state))
     layout = layout.replace(pools=jax.tree.map(lambda _: by_kv_head, layout.pools))
-    # The old state is donated: nobody reads it again, and the pages are updated in place. The layout is named at every
-    # exit: a state that came back laid out otherwise would compile everything once more.
+    # The old state is donated: nobody reads it again, and the pages are updated in place. The layout of outputs is
+    # fixed: a state with another layout would compile everything again.
     jit_program = functools.partial(jax.jit, donate_argnums=1)
 
     def init_state():
@@ -111,7 +111,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         model, last_steps = merge(architecture, params), state.counts.decode_steps
         state, outputs = decode.decode_window(model, state, inputs, options=options, mesh=mesh)
         if vote:
-            # All that passes between processes. No token depends on it, so it takes no time beside the window.
+            # Processes exchange nothing else. No token depends on it, so the exchange overlaps with the window.
             outputs = outputs.replace(agreed=jax.lax.pmax(jnp.stack([*vote, last_steps]), REPLICA_AXES))
         return state, outputs
 
@@ -124,7 +124,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         result = jnp.stack([state.slots.token, active.astype(jnp.int32), state.slots.count], axis=1)
         return decode.release_slots(state, ended), result
 
-    # Without the base, which it would copy: outputs of a program are arrays of their own.
+    # The base is no argument: outputs of a program are new arrays, so it would be copied.
     as_adapters = functools.partial(cast_adapters, options=options)
     return Programs(
         init_state=jax.jit(init_state, out_shardings=layout),

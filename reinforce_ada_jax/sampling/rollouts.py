@@ -1,7 +1,7 @@
 """The host's side of sampling: requests in, finished responses out, one thread.
 
 `Rollouts.sampler` gives the `sample_fn` of the collection loop. The host decides only which prompts are open and which
-requests are in the device's queue; slots, pages and tokens are the compiled window's.
+requests are in the device's queue. The compiled window decides about slots, pages and tokens.
 
 The device never waits for the host: a window is submitted before the outputs of the one before it are read. What the
 host knows is therefore one window old, and every decision of a scheduler is safe whatever that window does.
@@ -35,11 +35,10 @@ from reinforce_ada_jax.types import Request, RequestQueue, Response
 
 # Recorded when the first window of each `sample_fn` is read: its tokens are on the host.
 FIRST_WINDOW_EVENT = "/reinforce_ada_jax/sampling/first_window"
-# Votes of a process on what follows a window; the largest counts. Its requests are all answered; some are not; all
-# processes stop, because this one was broken off.
+# Votes of a process on what follows a window; the largest counts. _FINISHED: its requests are all answered. _WORKING:
+# some are not. _STOPPED: it was broken off, so all processes stop.
 _FINISHED, _WORKING, _STOPPED = 0, 1, 2
-# Seconds that a process without work waits for verdicts before its next window. The others don't wait for it: theirs
-# are longer.
+# Seconds that a process without work waits for verdicts before its next window: less than the others' windows take.
 _IDLE_S = 0.002
 
 
@@ -178,7 +177,7 @@ class _Terms:
 
 
 class _Session:
-    """One call of `sample_fn`: windows for all replicas, one submitted ahead of what is read."""
+    """One call of `sample_fn`: windows for all replicas, each submitted before the one before it is read."""
 
     def __init__(self, rollouts: Rollouts, queue: RequestQueue, terms: _Terms):
         self.rollouts, self.queue, self.terms = rollouts, queue, terms
@@ -187,7 +186,7 @@ class _Session:
         self.state: Any = None
         self.schedulers = [Scheduler(self.engine.options) for _ in range(self.engine.replicas)]
         self.prefetched: set[str] = set()  # prompts of the next iteration
-        # Of all windows; in step with others, of the last one.
+        # Of all windows; where other processes decode too, of the last window.
         self.decode_steps = np.zeros(self.engine.replicas, np.int64)
         self.outcome = _WORKING  # of the votes on the last window that was read
         self.read_at = time.monotonic()
@@ -209,8 +208,8 @@ class _Session:
     def run_in_step(self) -> Generator[list[Response]]:
         """Does what `run` does where other processes decode too: all launch the same windows in the same order.
 
-        Each launches one in every turn, without requests where it has none. With a window it votes on what follows. The
-        outcome comes with the window's outputs, when the next window is submitted already, the same in all processes.
+        Each process launches a window in every pass, even without requests, and votes on what follows. The outcome is
+        in the window's outputs, the same in all processes; the next window is already submitted by then.
 
         Raises:
           Interrupted: another process was broken off.
@@ -234,7 +233,7 @@ class _Session:
                     yield responses
                 previous = submitted
         except (GeneratorExit, Interrupted):  # also of a queue that waits for verdicts
-            # The others are at work, and stop with this process, in the same turn.
+            # The others are at work, and stop with this process, in the same pass.
             while submitted is not None and self.outcome == _WORKING:
                 previous, submitted = submitted, self._submit_window(submitted, _STOPPED)
                 self._read_window(previous)
@@ -245,7 +244,7 @@ class _Session:
         self._return_state()
 
     def _take_state(self) -> None:
-        """Takes the decode state; a session that is broken off while slots decode leaves none behind."""
+        """Takes the decode state; a session that is broken off while slots decode does not return it."""
         rollouts = self.rollouts
         rollouts.counts = self.counts
         self.state = self.engine.init_decode_state() if rollouts.state is None else rollouts.state
@@ -258,7 +257,7 @@ class _Session:
         self.rollouts.state = self.state
 
     def _awaits_verdicts(self) -> bool:
-        """Returns True, a moment later, while verdicts may bring requests."""
+        """Returns True while verdicts may bring requests, after a short wait."""
         pending = self.queue.awaits_verdicts()
         if pending:
             time.sleep(_IDLE_S)
@@ -273,7 +272,7 @@ class _Session:
         self._close(self.queue.closed())
         for scheduler in self.schedulers:
             scheduler.open_waiting()
-        # Requests of open prompts may be behind those that have to wait: prompts close only through them.
+        # Requests of open prompts may be behind requests that must wait; prompts close only after they are answered.
         while capacity := sum(each.capacity for each in self.schedulers):
             taken = self.queue.take(capacity, wait=False) if self.engine.spans_processes else self.queue.take(capacity)
             if not taken:
@@ -359,7 +358,7 @@ class _Session:
         counts.slot_steps = counts.steps * self.engine.options.slots * len(of_replicas)
 
     def _make_room(self) -> bool:
-        """With nothing in flight: returns True if prompts that wait for room may find some now."""
+        """Returns True if prompts that wait for room may find some now; nothing must be in flight."""
         if not any(scheduler.num_unopened for scheduler in self.schedulers):
             return False
         for scheduler in self.schedulers:
@@ -369,8 +368,8 @@ class _Session:
         verdicts = self.queue.wait()  # they close prompts
         self._close(self.queue.closed())  # also those that the last `take` closed
         if not verdicts and not self._busy:
-            # The prompts that wait belong to the next iteration, and so do those in their way: these stay open until
-            # the end, and have nothing more to do in this iteration.
+            # Waiting prompts and those in their way belong to the next iteration. The latter would stay open until the
+            # end, with nothing more to do in this iteration.
             self._close(sorted(self.prefetched))
         return verdicts or self._busy
 

@@ -1,6 +1,6 @@
 """Rows of a replica's prompt table and of its outputs: which are free, and what occupies the others.
 
-Windows report new tokens only. Output rows put them behind those that the host has.
+Windows report new tokens only. Output rows append them to the tokens that the host has.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Rows:
         self.free_prompt_rows = list(range(options.open_prompts))[::-1]
         self.in_flight: dict[int, Request] = {}  # requests on the device, by output row
         self.free_output_rows = list(range(options.output_rows))[::-1]
-        # Responses in their output rows; the system gives memory to the pages of zeros that are written.
+        # Responses in their output rows; zeros take memory only where they are written.
         size = options.output_rows, options.max_response_tokens
         self.tokens, self.logprobs = np.zeros(size, np.int32), np.zeros(size, np.float32)
         self.length = np.zeros(options.output_rows, np.int32)  # tokens by the last window read; any in free rows
@@ -39,7 +39,7 @@ class Rows:
     def take_closing(self) -> np.ndarray:
         """Returns `closing` for a window, after which these rows are free.
 
-        Not before: a prompt that was opened by now would be in a row that this window releases.
+        They are not free before: a prompt that was opened in one would be released by this window.
         """
         closing, self.closing = self.closing, np.zeros_like(self.closing)
         self.free_prompt_rows += np.flatnonzero(closing).tolist()

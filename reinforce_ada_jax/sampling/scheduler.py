@@ -1,6 +1,6 @@
 """The scheduler of one replica: which prompts are open, and which requests the next window starts.
 
-A request waits until its prompt is open, is ready for the next window, or is in flight. Slots are the device's.
+A request waits until its prompt is open, or is ready for the next window, or is in flight. The device assigns slots.
 """
 
 import collections
@@ -31,7 +31,7 @@ from reinforce_ada_jax.types import Prompt, Request, Response
 
 # Requests are kept ready for a fifth of the slots, because slots become free inside a window. Simulated with rounds of
 # one draw in 256 slots, four seeds: 0.894 to 0.899 of slot-steps are useful with requests for an eighth of the slots,
-# 0.901 to 0.912 with a fifth, 0.899 to 0.911 with a quarter. More start too early, and are discarded.
+# 0.901 to 0.912 with a fifth, 0.899 to 0.911 with a quarter. With more, some start too early and are discarded.
 FREED_IN_A_WINDOW = 5
 # Prompts that wait, for which a window leaves pages free.
 NEXT_PROMPTS = 16
@@ -152,19 +152,19 @@ class Scheduler:
     # ---- trajectories ------------------------------------------------------------------------------------------------
 
     def _make_way(self, prompt: Prompt, requests: int) -> None:
-        """Gives up what only saves work, until a prompt that waits will fit, where prompts may wait for each other.
+        """Closes what only saves work until a waiting prompt will fit, where prompts may wait for each other.
 
         A prompt stays open for the turns that begin with it, and these need rows and pages of their own. So without
-        this a few prompts could hold all of them, and none would end. What was given up is prefilled again.
+        this a few prompts could hold all of them, and none would end. Closed prompts are prefilled again.
         """
         while self._has_turns and not self._fits(prompt, self._to_open(prompt), requests, after_closing=True):
             if not self._give_up():
                 break
 
     def _give_up(self, *, parked: bool = True) -> bool:
-        """Closes what nothing on the device needs; False where there is nothing.
+        """Closes one prompt or parked turn that nothing on the device needs; returns False if there is none.
 
-        First the oldest prompt without requests, then the oldest parked turn, at last one that the next turn waits for.
+        The order: the oldest prompt without requests, then the oldest parked turn, at last one whose next turn waits.
         """
         in_use = {opened.like for opened in self.opened if opened.shared}
         busy = {request.prompt.id for request in (*self.rows.in_flight.values(), *self._ready)}
@@ -208,7 +208,7 @@ class Scheduler:
         self._prefixes.remove(row)
 
     def close(self, prompt_ids: Collection[str]) -> None:
-        """Closes those of the prompts that are open here, and turns parked around them, with the next window."""
+        """Closes, with the next window, those prompts that are open here, and turns parked before or after them."""
         closed = set(prompt_ids)
         for prompt_id in prompt_ids:
             if prompt_id in self.rows.prompts:

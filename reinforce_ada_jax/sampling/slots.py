@@ -1,6 +1,6 @@
 """Slots, queue and page tables of the decode window: which request is in which slot, with which pages.
 
-Small integer arrays only. Keys and values are decode.py's; window_model.py does the same in numpy.
+All arrays are small integers; decode.py has the keys and values.
 """
 
 from typing import Any, TypeVar
@@ -26,14 +26,14 @@ State = TypeVar("State", bound=Occupancy)  # of the window, or its small records
 
 
 def close_prompts(state: State, closing: Bool[Array, " R"], page_size: int) -> State:
-    """Releases the pages of prompts that no other one holds; none of their draws runs or waits."""
+    """Releases the pages that only these prompts hold; none of their draws may run or wait."""
     prompts = state.prompts
     counts = num_pages(prompts.length - 1, page_size)
     held = jnp.arange(prompts.table.shape[1])[None] < counts[:, None]
     pages = jnp.arange(state.pool.stack.shape[0])
 
     def held_by(chosen):
-        """Returns which pages prompts hold: several may hold the same one."""
+        """Returns a mask of the pages that prompts hold; several may hold the same one."""
         some = jnp.where(held & chosen[:, None], prompts.table, NULL)
         return jnp.zeros(pages.shape, bool).at[some].set(True) & (pages != NULL)
 
@@ -57,7 +57,7 @@ def open_prompts(state: State, opened: OpenedPrompts, page_size: int) -> State:
     def share(index, table):
         """Puts the pages of another prompt, which may be opened in the same window, before a prompt's own.
 
-        A prompt that goes on where a turn is parked begins with the pages of its own row.
+        A prompt that continues a parked turn begins with the pages of its own row.
         """
         first = jnp.where(column[index] < 0, table[opened.like[index]], own[index])
         return table.at[row[index]].set(first)
@@ -113,7 +113,7 @@ def enqueue(state: State, inputs: WindowInputs, seed: Int[Array, ""]) -> State:
 def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"]) -> Occupancy:
     """Moves requests from the head of the queue to idle slots, in order, each with the page of its first token.
 
-    A request whose prompt is not prefilled yet holds up those behind it: its turn is next, and they are not many steps.
+    A request whose prompt is not prefilled yet delays those behind it: its prompt is next, and takes a few steps.
     `reserve` pages stay free; `expected` is from `admission.expected_pages`.
     """
     slots, queue, prompts = state.slots, state.queue, state.prompts
@@ -147,9 +147,9 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
 def first_pages(
     state: Occupancy, started: Bool[Array, " S"], page_size: int
 ) -> tuple[Int[Array, " S"], Int[Array, " S"], Int[Array, ""]]:
-    """Returns the pages to copy for slots that may have started: (from, to, their number), those at the front.
+    """Returns the pages to copy for started slots, at the front: (sources, targets, number of copies).
 
-    The prompt's last page, where it is partly filled, goes on in the slot's first own page.
+    A prompt's last page, if it is partly filled, is copied to the slot's first own page.
     """
     slots, prompts = state.slots, state.prompts
     partly_filled = slots.active & started & (slots.position % page_size > 0)
@@ -161,7 +161,7 @@ def first_pages(
 
 
 def choose_work(state: Occupancy, decode_steps: Any, num_ended: Any, window: int) -> tuple[Any, Any, Any]:
-    """Returns whether a window goes on, prefills and decodes (`decode.decode_window`); in numpy, too.
+    """Returns whether a window goes on, prefills and decodes (`decode.decode_window`); takes arrays of JAX and numpy.
 
     `decode_steps` were taken and `num_ended` responses ended in this window, which takes at most `window` steps.
     """
@@ -213,9 +213,9 @@ def evict(state: Occupancy, needs_page: Bool[Array, " S"], floor: Int[Array, ""]
 def end(state: Occupancy, ended: Bool[Array, " S"], park_reserve: Int[Array, ""]) -> Occupancy:
     """Ends responses: the turns of trajectories are parked where pages allow it, and other pages are released.
 
-    A parked turn is an open prompt, the sequence of prompt and response, whose tokens are all in the cache. The next
-    turn is opened in its row. Whole pages of the prompt belong to both rows, as pages of a common beginning do. Parked
-    turns leave `park_reserve` pages to responses and to prompts about to be opened.
+    A parked turn is an open prompt: the sequence of prompt and response, whose tokens but the last are in the cache.
+    The next turn is opened in its row. Whole pages of the prompt belong to both rows, as pages of a common beginning
+    do. Parked turns leave `park_reserve` pages to responses and to prompts about to be opened.
     """
     slots, prompts = state.slots, state.prompts
     num_rows, width = prompts.table.shape

@@ -22,8 +22,8 @@ from reinforce_ada_jax.sampling.pages import ArrayLike, PagePool, Record, padded
 RUNNING, STOPPED, TRUNCATED = 0, 1, 2
 # uint32 words of a sample's address: stream, prompt id (two), draw.
 ADDRESS_WORDS = 4
-# Responses that may be in flight for each slot: one decoding, the others waiting or on their way to the host. Short
-# responses end several to a slot and window, and a queue that runs dry inside a window leaves slots idle.
+# Responses that may be in flight for each slot: one decoding, the others waiting or on their way to the host. Several
+# short responses may end in a slot within a window, and an empty queue leaves slots idle.
 ROWS_PER_SLOT = 4
 # Texts of earlier responses: 32 MiB at most, unless more prompts are open.
 MOST_DRAFT_TEXTS, MOST_DRAFT_TOKENS = 2**14, 2**23
@@ -103,7 +103,7 @@ class PromptTerms(Record):
     """Terms of the prompts in each row, which the host may set before it opens them."""
 
     stop_ids: Int[ArrayLike, "R stops"]  # -1 is no token
-    adapter: Int[ArrayLike, " R"]  # of those side by side in the weights; -1: none
+    adapter: Int[ArrayLike, " R"]  # index among the adapters in the weights; -1: none
 
 
 class Requests(Record):
@@ -127,7 +127,7 @@ class WindowInputs(Record):
     count: Int[ArrayLike, ""]  # number of requests, at the front
     cancelled: Bool[ArrayLike, " O"]  # output rows whose responses end with their next token; finished ones: any
     closing: Bool[ArrayLike, " R"]  # prompt rows to release; none of their draws runs or waits
-    opened: OpenedPrompts  # prompts to open, after that
+    opened: OpenedPrompts  # prompts to open, after the release
     reserve: Int[ArrayLike, ""]  # pages that new responses must leave free, for prompts about to be opened
     park_reserve: Int[ArrayLike, ""]  # pages that parked turns must leave to responses and to those prompts
     survivors: Int[ArrayLike, " width"]  # responses seen that held at least 1, 2, ... pages of their own (admission.py)
@@ -196,7 +196,7 @@ class Occupancy(Record):
 
 
 class DecodeState(Occupancy):
-    """Everything that decoding carries from one decode step to the next, donated to each program and given back."""
+    """Everything that decoding carries from one decode step to the next; programs take it by donation and return it."""
 
     pools: Pools
     prompt_tokens: Int[ArrayLike, "R max_prompt"]
@@ -233,7 +233,7 @@ class Prefix(Record):
 
 
 def kv_token_bytes(a: Architecture, dtype: str, attention: str = "jnp", kv_dtype: str = "model") -> int:
-    """Cached keys and values of one token in all layers, as wide as the attention backend's pages; int8 has scales."""
+    """Returns bytes of one token's keys and values in all layers, as wide as the backend's pages; int8 has scales."""
     number, scale = (1, 4) if kv_dtype == "int8" else (jnp.dtype(dtype).itemsize, 0)
     return 2 * a.num_layers * a.num_kv_heads * (padded_head_dim(a.head_dim, attention) * number + scale)
 

@@ -25,7 +25,7 @@ ROWS = 8
 def stream(iteration: int, evaluation: bool = False, benchmark: str = "") -> int:
     """Returns the first word of an address: training and evaluation of an iteration share no draw.
 
-    A benchmark that is named has draws of its own in the evaluation.
+    A named benchmark has draws of its own in the evaluation.
     """
     offset = int.from_bytes(hashlib.blake2b(benchmark.encode(), digest_size=4).digest()) if benchmark else 0
     return (2 * (iteration + offset) + evaluation) % 2**32
@@ -102,7 +102,7 @@ def sample(
     if blocks is not None:
         sample_rows = functools.partial(_sample_in_two_levels, at_a_time=at_a_time, mesh=mesh, blocks=blocks)
     if blocks is not None and rows == num_slots:
-        # Without a loop: of its body, the same in each iteration, XLA for TPUs would move single slices out of it.
+        # Without a loop: XLA for TPUs would move single slices out of its body, which is the same in each iteration.
         sampled = sample_rows(logprobs, keys, positions, sampling)
         wanted = jnp.arange(num_slots) < (num_slots if count is None else count)
         return jax.tree.map(lambda x: jnp.where(wanted, x, 0), sampled)
@@ -150,7 +150,7 @@ def _sample_in_two_levels(
     blocks: Blocks,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Samples in two levels where nothing is cut and the temperature is not 0, and else in one."""
-    # With the same number of rows, and fused with nothing outside: sums must not round by the number of slots.
+    # The number of rows is fixed, and nothing outside is fused: rounding must not depend on the number of slots.
     more = max(0, at_a_time - len(positions))
     padded = [jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1)) for x in (logprobs, keys, positions)]
     sampled = blocks_lib.sample(*jax.lax.optimization_barrier(padded), blocks=blocks, mesh=mesh)
