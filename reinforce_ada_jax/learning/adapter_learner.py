@@ -1,4 +1,4 @@
-"""Training of adapters by callers that bring their own losses' inputs: forward, backward and Adam as separate programs.
+"""Training of adapters for callers that give the inputs of the loss: forward, backward and Adam as separate programs.
 
 The caller decides when gradients are summed and when the weights change, so that one base serves many adapters. Every
 token of a row has a target of its own and may have a weight. `update.py` has the update of a run, which does all of
@@ -130,7 +130,7 @@ class AdapterLearner:
     def _make_programs(self, chosen: Lora) -> _Programs:
         state = self.shardings(chosen)
         by_row, whole = mesh_lib.sharding(self.mesh, ("rows", None)), mesh_lib.sharding(self.mesh, ())
-        # Layouts are named at the exits: adapters in another layout would compile everything again.
+        # Output layouts are fixed: adapters in another layout would compile everything again.
         return _Programs(
             zeros=jax.jit(functools.partial(jax.tree.map, jnp.zeros_like), out_shardings=state.params),
             begin=jax.jit(_begin, out_shardings=(state.optimizer, state.updates)),
@@ -151,7 +151,7 @@ class AdapterLearner:
     def forward_backward(
         self, params: Params, sums: Params | None, chosen: Lora, sequences: Sequence[LossRow], loss: str, clip: Clip
     ) -> tuple[Params, list[Float[np.ndarray, " T"]], list[Float[np.ndarray, " T"]]]:
-        """Adds the gradient of the summed loss to `sums`, whose arrays are used up; None: there are none yet.
+        """Adds the gradient of the summed loss to `sums`, whose arrays are donated; None: there are no sums yet.
 
         The loss is a name of `LOSSES`. Returns the sums, the log-probabilities of each sequence's targets, and the loss
         of each token.
@@ -185,7 +185,7 @@ class AdapterLearner:
     def _map(
         self, program: Callable[[LossRow], Sequence[Terms]], sequences: Sequence[LossRow]
     ) -> list[list[Float[np.ndarray, " T"]]]:
-        """Returns what a program of micro-batches gives for the tokens of each sequence."""
+        """Runs a program on micro-batches; returns its outputs at the tokens of each sequence."""
         by_row, found = mesh_lib.sharding(self.mesh, ("rows", None)), {}
         for indices, shape in micro_batches([len(each.tokens) for each in sequences], self.least_rows):
             columns = zip(*(sequences[index] for index in indices), strict=True)

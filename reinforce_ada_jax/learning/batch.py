@@ -42,7 +42,8 @@ class Batch:
     Responses whose advantage is 0 may be left out of the rows (`make_batch`). They still count: denominators are those
     of the whole minibatch.
 
-    `old_logprobs` are the behaviour's until the batch is scored; None: the update takes its own, so every ratio is 1.
+    `old_logprobs` are the behaviour's until the batch is scored; None: the update computes its own, so every ratio is
+    1.
     """
 
     __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
@@ -158,7 +159,7 @@ def make_batch(
     """
     row_tokens = max_prompt_tokens + max_response_tokens
     lengths = _lengths(examples, max_prompt_tokens, max_response_tokens)
-    with np.errstate(over="ignore"):  # what isn't finite ends in the update, which says so
+    with np.errstate(over="ignore"):  # the update reports values that aren't finite
         advantage = np.array([example.advantage for example in examples], np.float64).astype(np.float32)
     if micro_rows is None:
         rows = pack(lengths, row_tokens, per_row)

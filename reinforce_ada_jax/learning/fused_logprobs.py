@@ -38,13 +38,13 @@ def token_logprobs(
 
     Source: online softmax, arXiv 1805.02867; cut cross-entropy, 2411.09009, here with entropy and its slope.
 
-    Differentiated in `hidden` and `head`; both gradients have the dtype of their argument and are summed in float32
-    (d_head over data and fsdp: in its own dtype). Logits and statistics are float32. The products have the dtype of
-    `hidden`, to which the head is cast tile by tile: a float32 head beside bfloat16 states needs no copy.
+    It is differentiable in `hidden` and `head`; both gradients have the dtype of their argument and are summed in
+    float32 (d_head over data and fsdp: in its own dtype). Logits and statistics are float32. The products have the
+    dtype of `hidden`, to which the head is cast tile by tile: a float32 head with bfloat16 states needs no copy.
 
     On a mesh the rows, all axes of `targets` together, are split over data and fsdp, and the vocabulary over tensor:
-    four numbers a row cross it in the forward pass, and d_hidden in the backward one. The head is gathered over fsdp
-    in the products' dtype, in each pass, and its gradient is scattered over it.
+    four numbers a row are summed over it in the forward pass, and d_hidden in the backward one. The head is gathered
+    over fsdp in the products' dtype, in each pass, and its gradient is scattered over it.
 
     Args:
       config: temperature, layout of the head, and how to compute.
@@ -57,23 +57,23 @@ def token_logprobs(
 
 
 def _specs(config: HeadConfig, gathered: bool) -> tuple[PartitionSpec, PartitionSpec]:
-    """Partitions of row arrays and of the head; `gathered`: the head along its vocabulary only, as a pass needs it."""
+    """Returns the partitions of row arrays and of the head; `gathered`: that of the vocabulary only, as in a pass."""
     embed = None if gathered else "embed"
     return mesh_lib.spec(("rows",)), mesh_lib.spec(("vocab", embed) if config.tied else (embed, "vocab"))
 
 
 def _first_entry(config: HeadConfig, head: Array) -> int | Array:
-    """Index of the first vocabulary entry in this device's part of the head."""
+    """Returns the index of the first vocabulary entry in this device's part of the head."""
     return 0 if config.mesh is None else jax.lax.axis_index("tensor") * head.shape[config.vocab_axis]
 
 
 def _to_gather(config: HeadConfig, head: Array, hidden: Array) -> Array:
-    """The head as a pass takes it: where it is gathered over fsdp, in the products' dtype, so that less is gathered."""
+    """Returns the head for a pass; where it is gathered over fsdp, in the products' dtype, so that fewer bytes move."""
     return head if config.mesh is None or config.mesh.shape["fsdp"] == 1 else head.astype(hidden.dtype)
 
 
 def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array, Array]:
-    """(logprob, entropy, log_sum_exp) of every row."""
+    """Returns (logprob, entropy, log_sum_exp) of every row."""
 
     def local(hidden, head, targets):
         targets -= _first_entry(config, head)

@@ -34,12 +34,12 @@ def invariant_logprobs(
         return jnp.zeros(size, jnp.int32).at[place].set(x, mode="drop")
 
     tokens, positions, lengths = spread(batch.tokens), spread(batch.positions), spread(batch.positions + 1)
-    # Of padding, too: the first row of a tile is one of its sequence.
+    # The start of padding rows is wrong, and not used: attention reads that of a tile's first row.
     attend = invariant.packed_attend(spread(start), lengths, count)
     execution = Execution(jnp.float32, rowwise=invariant.by_tiles(count))
     hidden, _, _ = run(model, tokens[:, None], positions[:, None], attend, execution=execution)
 
-    # Response tokens first, and each predicted one row earlier.
+    # Response tokens come first; each is predicted one row earlier.
     mask = batch.response_mask.reshape(-1)
     order = jnp.argsort(~mask)
     predicting = jnp.take_along_axis(place, batch.response_positions - 1, axis=1).reshape(-1)[order]

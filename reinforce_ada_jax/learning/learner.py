@@ -92,10 +92,11 @@ def response_logprobs(
 
 
 def loss_config(config: Config) -> LossConfig:
-    """The loss that the configuration describes.
+    """Returns the loss that the configuration describes.
 
-    Where responses may have been drawn with earlier weights or in int8, the importance weight always has a cap. If none
-    is set, it weighs responses of earlier weights alone, or all of those drawn in int8; a cap that is set weighs all.
+    Where responses may have been drawn with earlier weights or in int8, the importance weight always has a cap. Without
+    a configured cap it is 2, and weighs only responses of earlier weights, or all if they are drawn in int8. A
+    configured cap weighs all.
     """
     names = {field.name for field in dataclasses.fields(LossConfig)} - {"loss", "row_tokens"}
     loss = LossConfig(
@@ -154,7 +155,7 @@ class Learner:
             micro_batches_per_program=platform_lib.update_program(mesh, config, architecture),
         )
         self.shardings = self.update.shardings
-        # A pass forwards takes a third of the time.
+        # A forward pass takes a third of the time.
         self._scores_per_program = 3 * self.update.micro_batches_per_program
         by_row = mesh_lib.sharding(mesh, (None, "rows", None))
         self._score_all = jax.jit(self._score, out_shardings=by_row)
@@ -163,14 +164,14 @@ class Learner:
         self._score_some = jax.jit(self._scores_added, donate_argnames="scored", out_shardings=by_row)
 
     def init(self, params: Params) -> LearnerState:
-        """The state before the first update, over these very arrays."""
+        """Returns the state before the first update; it holds the arrays of `params` themselves."""
         optimizer = jax.jit(self._optimizer.init, out_shardings=self.shardings(params).optimizer)(params)
         # By a program: `compile_check` traces this for devices that do not exist, on which nothing can be placed.
         updates = jax.jit(lambda: jnp.int32(0), out_shardings=self._replicated)()
         return LearnerState(params=params, optimizer=optimizer, updates=updates)
 
     def policy(self, params: Params, base: Params | None) -> Params:
-        """The weights to score with and to decode from: `params`, over the frozen base where they are adapters."""
+        """Returns the weights to score with and to decode from: `params`, over the frozen base if they are adapters."""
         if self.lora is None:
             return params
         assert base is not None
@@ -196,13 +197,13 @@ class Learner:
         return jax.tree.map(put, batch)
 
     def _exact_logprobs(self, params: Params, micro: Batch) -> Float[Array, "B R"]:
-        """The sampler's log-probabilities of a micro-batch, in the same bits; adapters are merged, as it has them."""
+        """Returns the sampler's log-probabilities of a micro-batch, bit for bit; adapters are merged, as there."""
         return invariant_logprobs(self.architecture, lora.merged(params), micro, self._temperature)
 
     def score(self, params: Params, batch: Batch, between: Callable[[], None] | None = None) -> Float[Array, "M B R"]:
         """Returns the learner's own log-probabilities of the sampled tokens; 0 beyond the responses.
 
-        The batch is one of `put`. `between` is called after each program where there are several; see `UpdatePrograms`.
+        The batch is from `put`. `between` is called after each program where there are several; see `UpdatePrograms`.
         """
         if self.scoring_programs(batch) == 1:
             return self._score_all(params, batch)
@@ -241,7 +242,7 @@ class Learner:
         batch: Batch,
         first: Int[Array, ""] | None = None,
     ) -> Float[Array, "M B R"]:
-        """Returns the scores with those of one program, from micro-batch `first` on; None: with all of them."""
+        """Returns the scores after one program, which adds those from micro-batch `first` on; None: all."""
         params = params if layers is None else params | layers
 
         def one(index: Int[Array, ""], scored: Float[Array, "M B R"]) -> Float[Array, "M B R"]:
@@ -274,7 +275,7 @@ class Learner:
             exact = self._exact_logprobs(jax.lax.stop_gradient(policy), micro)
             logprobs = jax.lax.stop_gradient(exact) + (logprobs - jax.lax.stop_gradient(logprobs))
         is_fresh = micro.response_mask if policy_version is None else micro.policy_version == policy_version
-        # Of the very weights that are updated they are a constant: the ratio is 1, its slope that of logprobs.
+        # The old policy is the policy that is updated: the ratio is 1, and its slope is that of logprobs.
         old_logprobs = logprobs if micro.old_logprobs is None else micro.old_logprobs
         behaviour_logprobs = micro.behaviour_logprobs
         if self._loss_config.truncated_is_cap is not None and not self._weighs_all:

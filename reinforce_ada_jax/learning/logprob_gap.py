@@ -34,7 +34,7 @@ class LogprobGap(NamedTuple):
     total: Float[Array, ""]  # sum over the tokens drawn from the current weights
     largest: Float[Array, ""]  # of the same tokens
     num_tokens: Float[Array, ""]  # their number
-    num_not_finite: Float[Array, ""]  # tokens, of whatever weights, whose difference is not finite
+    num_not_finite: Float[Array, ""]  # tokens of any weights whose difference is not finite
 
 
 def logprob_gap(
@@ -43,7 +43,7 @@ def logprob_gap(
     mask: Bool[Array | np.ndarray, "B T"],
     is_fresh: Bool[Array | np.ndarray, "B T"],
 ) -> LogprobGap:
-    """Computes the gap over tokens; values under the mask may be anything.
+    """Computes the gap over tokens; values where the mask is False may be anything.
 
     `is_fresh` is True at tokens that were drawn from the weights that `logprobs` are computed with.
     """
@@ -55,7 +55,7 @@ def logprob_gap(
 
 
 def combined(one: LogprobGap, other: LogprobGap) -> LogprobGap:
-    """The gap over the tokens of both."""
+    """Returns the gap over the tokens of both."""
     largest = jnp.maximum(one.largest, other.largest)
     return LogprobGap(*(a + b for a, b in zip(one, other, strict=True)))._replace(largest=largest)
 

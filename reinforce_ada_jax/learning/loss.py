@@ -23,7 +23,7 @@ from reinforce_ada_jax.learning.token_losses import (
     segment_sums,
 )
 
-# Bound of the reference program, of k3.
+# Bound of k3, as in the reference program.
 MAX_K3 = 10.0
 # The series of exp(-d) - 1 + d ends before d^12: below 1 the rest is less than 5e-9 of the value.
 SERIES_LENGTH = 12
@@ -37,7 +37,7 @@ class Counts(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Constants of the sampled tokens of a minibatch, or of its part; anything, nan included, where the mask is 0."""
+    """Constants of the sampled tokens of a minibatch, or a part of it; where the mask is 0 they may be anything."""
 
     old_logprobs: Tokens  # under the policy before the iteration's first update
     advantages: Tokens  # of the response, at each of its tokens
@@ -59,7 +59,7 @@ def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Co
 
 
 def make_counts(num_tokens: Int[Array, ""] | np.integer, num_rows: Int[Array, ""] | np.integer) -> Counts:
-    """Counts as floats, at least 1, to divide by."""
+    """Returns counts as floats, at least 1, to divide by."""
     return Counts(*(jnp.maximum(x, 1).astype(jnp.float32) for x in (num_tokens, num_rows)))
 
 
@@ -96,9 +96,10 @@ def aggregate(
         seq-mean-token-sum-norm  sum of all tokens / (num_rows row_tokens), a constant length (Dr. GRPO, 2503.20783)
         seq-mean-token-mean      sum over responses of their token means / num_rows (GRPO, 2402.03300)
 
-    Values under the mask may be anything (though nan there would spoil a gradient: mask before computing). Tokens and
-    rows, the responses that have any, are those of the whole minibatch, of which these may be a part (`denominators`).
-    A response may have `row_tokens` tokens; None: T. `segment_one_hot` is as for `segment_sums`.
+    Values where the mask is 0 may be anything (though nan there would spoil a gradient: mask before computing).
+    `num_tokens` and `num_rows`, the responses with tokens, are those of the whole minibatch, of which these values may
+    be a part (`denominators`). A response may have `row_tokens` tokens; None: T. `segment_one_hot` is as for
+    `segment_sums`.
 
     Raises:
       ValueError: an unknown name.
@@ -122,7 +123,7 @@ def aggregate(
 def _kl(config: LossConfig, logprobs: Tokens, reference_logprobs: Tokens | None, mask: Mask) -> Float[Array, "B T"]:
     """Computes the KL of every token, 0 without a reference; raises ValueError where its coefficient needs one."""
     if reference_logprobs is not None:
-        # Masked before the difference: values under the mask must reach neither the loss nor its slope.
+        # Masked before the difference: values where the mask is 0 must reach neither the loss nor its slope.
         return kl_estimate(masked(logprobs, mask), masked(reference_logprobs, mask), config.kl_kind)
     if config.kl_coefficient:
         raise ValueError(
@@ -146,10 +147,10 @@ def policy_loss(
     loss = aggregate(L) - entropy_coefficient aggregate(H) + kl_coefficient aggregate(KL), with L of `policy_terms`, H
     the entropy and KL of `kl_estimate`. H and KL of each token are multiplied by `regularization`.
 
-    Logprobs of the sampled tokens and entropies are those of the policy being updated, and are differentiated. Under
-    the mask they may be anything, nan included, and slopes are 0 there. These rows may be a part of the minibatch that
-    `counts` are of; None: they are all. Where they are a sample of it, "entropy" and "approx_kl" are weighed by
-    `metric_weights`.
+    Logprobs of the sampled tokens and entropies are those of the policy being updated, and are differentiated. Where
+    the mask is 0 they may be anything, nan included, and slopes are 0. `counts` are those of the whole minibatch, of
+    which these rows may be a part; None: they are the whole. If responses are left out, `metric_weights` weigh
+    "entropy" and "approx_kl".
 
     Returns:
       The loss, and sums over tokens divided by `num_tokens`: "entropy", "clip_fraction", "dual_clip_fraction",

@@ -17,7 +17,7 @@ def row_tokens(longest: int) -> int:
 
 
 def num_rows(sequences: int, tokens: int, least: int) -> int:
-    """Returns the rows, of `tokens` each, for these many sequences or fewer: `least` times a power of ROWS_FACTOR."""
+    """Returns the rows, of `tokens` each, for `sequences` or fewer: `least` times a power of ROWS_FACTOR."""
     rows = least
     while rows < sequences and rows * tokens < MICRO_TOKENS:
         rows *= ROWS_FACTOR

@@ -31,7 +31,7 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
 
 
 def make_schedule(learning: LearningConfig, decay_updates: int = 0) -> optax.Schedule:
-    """The learning rate of each update: that of `warmup_schedule`; with `decay_updates` U it then falls to 0 at U.
+    """Returns the learning rate of each update: that of `warmup_schedule`; with `decay_updates` U it falls to 0 at U.
 
     It is multiplied by (1 + cos(pi x)) / 2, with x from 0 after the warm-up to 1 at U.
     """
@@ -58,7 +58,7 @@ def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.Gr
 
 
 def adamw(settings: LearningConfig | AdamParams, learning_rate: Any, clip_norm: Any) -> optax.GradientTransformation:
-    """AdamW on gradients whose global norm is bounded; of the settings it has betas, epsilon and weight decay.
+    """Returns AdamW on gradients with a bounded global norm; `settings` give betas, epsilon and weight decay.
 
     Numbers may be arrays of a program: the state has the same structure for all of them.
     """
@@ -71,12 +71,12 @@ def adamw(settings: LearningConfig | AdamParams, learning_rate: Any, clip_norm: 
 
 
 def make_optimizer(learning: LearningConfig, decay_updates: int = 0) -> optax.GradientTransformation:
-    """The optimiser that the `learning` section describes; `decay_updates` is that of `make_schedule`."""
+    """Returns the optimiser that the `learning` section describes; `decay_updates` is that of `make_schedule`."""
     return adamw(learning, make_schedule(learning, decay_updates), learning.clip_norm)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh):
-    """The sharding of the optimiser's state: moments as their weights, counts replicated."""
+    """Returns the sharding of the optimiser's state: moments as their weights, counts replicated."""
     shapes = jax.eval_shape(optimizer.init, params)
     replicated = NamedSharding(mesh, PartitionSpec())
     return optax.tree_utils.tree_map_params(

@@ -30,7 +30,7 @@ VMEM_BYTES = 56 * 2**20
 def statistics(
     config: HeadConfig, hidden: Float[Array, "M D"], head: Float[Array, "_ _"], targets: Int[Array, " M"]
 ) -> Statistics:
-    """As `scan_logprobs.statistics`. M and the vocabulary may have any size: blocks are filled up."""
+    """Computes `scan_logprobs.statistics`. M and the vocabulary may have any size: blocks are filled up."""
     kernel = functools.partial(_statistics_kernel, config, head.shape[config.vocab_axis])
     rows = jax.ShapeDtypeStruct((hidden.shape[0] + -hidden.shape[0] % config.tile[0], 1), jnp.float32)
     found = _run(config, kernel, "head_statistics", hidden, head, (targets,), [("row", rows)] * 4)
@@ -45,7 +45,7 @@ def gradients(
     cotangents: Cotangents,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "M D"], Float[Array, "_ _"] | None]:
-    """As `scan_logprobs.gradients`: (d_hidden in float32, d_head in `dtype`), both summed in float32."""
+    """Computes `scan_logprobs.gradients`: (d_hidden in float32, d_head in `dtype`), both summed in float32."""
     num_rows, hidden_size = hidden.shape
     inputs = hidden, head, (targets, *cotangents)
     padded = jax.ShapeDtypeStruct((num_rows + -num_rows % config.tile[0], hidden_size), jnp.float32)
@@ -84,7 +84,7 @@ def _run(
     def block(kind: str) -> pl.BlockSpec:
         return pl.BlockSpec(shapes[kind], lambda *at: indices[kind](*(at[::-1] if vocab_outside else at)))
 
-    # Rows that are added have zeros everywhere, cotangents included.
+    # Padding rows have zeros everywhere, also as cotangents.
     padded = [jnp.pad(x, ((0, padding), (0, 0))) for x in (hidden, *(x[:, None] for x in row_arrays))]
     return pl.pallas_call(
         kernel,
@@ -105,7 +105,7 @@ def _run(
 
 
 def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """The product over these axes, in float32. HIGHEST keeps float32 factors whole; bfloat16 ones need one pass."""
+    """Returns the product over these axes, in float32. HIGHEST keeps float32 factors whole; bfloat16 needs one pass."""
     whole = left.dtype == jnp.float32
     return jax.lax.dot_general(
         left,
@@ -121,10 +121,10 @@ def _logits(config: HeadConfig, hidden: Array, part: Array) -> Array:
 
 
 def _on_part(config: HeadConfig, vocab_size: int, head_ref, dtype, tile, fold: Callable[[Array, int], None]) -> None:
-    """`fold(part, live)` on a tile of the head, of which `live` vocabulary entries exist.
+    """Calls `fold(part, live)` with a tile of the head, of which `live` vocabulary entries exist.
 
     The last tile may reach beyond the head, where memory holds anything: nan times 0 would still be nan, so it is set
-    to zero. That is a pass over the tile, which the others are spared.
+    to zero. Only this tile needs the extra pass.
     """
     size = head_ref.shape[config.vocab_axis]
     whole, rest = divmod(vocab_size, size)
@@ -144,7 +144,7 @@ def _on_part(config: HeadConfig, vocab_size: int, head_ref, dtype, tile, fold: C
 
 
 def _statistics_kernel(config: HeadConfig, vocab_size: int, hidden_ref, head_ref, target_ref, *refs) -> None:
-    """One tile: the running maximum, sum, weighted sum and target logit of its rows, all [rows, 1]."""
+    """Adds one tile to the running maximum, sum, weighted sum and target logit of its rows, all [rows, 1]."""
     out_refs, running_refs = refs[:4], refs[4:]
     max_ref, sum_ref, weighted_ref, target_logit_ref = running_refs
     tile, size = pl.program_id(1), head_ref.shape[config.vocab_axis]
@@ -183,7 +183,7 @@ def _statistics_kernel(config: HeadConfig, vocab_size: int, hidden_ref, head_ref
 
 
 def _d_logits(config: HeadConfig, hidden: Array, part: Array, live: int, start, row_refs) -> Array:
-    """d loss / d (undivided logits) of a tile, in the products' dtype; 0 at vocabulary entries that don't exist."""
+    """Returns d loss / d (undivided logits) of a tile, in the products' dtype; 0 at entries that don't exist."""
     target_ref, log_sum_exp_ref, entropy_ref, d_logprob_ref, d_entropy_ref = row_refs
     logprobs = _logits(config, hidden, part) - log_sum_exp_ref[...]
     column = jax.lax.broadcasted_iota(jnp.int32, logprobs.shape, 1)
@@ -195,7 +195,7 @@ def _d_logits(config: HeadConfig, hidden: Array, part: Array, live: int, start, 
 
 
 def _d_hidden_kernel(config: HeadConfig, vocab_size: int, hidden_ref, head_ref, *refs) -> None:
-    """One tile's part of the sum over the vocabulary."""
+    """Adds one tile's part to the sum over the vocabulary."""
     *row_refs, out_ref, sum_ref = refs
     tile, size = pl.program_id(1), head_ref.shape[config.vocab_axis]
 
@@ -216,7 +216,7 @@ def _d_hidden_kernel(config: HeadConfig, vocab_size: int, hidden_ref, head_ref, 
 
 
 def _d_head_kernel(config: HeadConfig, hidden_ref, head_ref, *refs) -> None:
-    """One tile's part of the sum over rows. Results for entries that don't exist are not written."""
+    """Adds one tile's part to the sum over rows. Results for entries that don't exist are not written."""
     *row_refs, out_ref, sum_ref = refs
     tile, size = pl.program_id(0), head_ref.shape[config.vocab_axis]
 

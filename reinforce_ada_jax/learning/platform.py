@@ -29,7 +29,7 @@ TPU_FLOPS = {
 }  # fmt: skip
 # The same of other devices, roughly: an A100, and two cores of a processor.
 OTHER_FLOPS = {"gpu": 312e12, "cpu": 5e10}
-# Weights of a model that is slow in bfloat16 on a CPU; the built-in ones are fast in anything.
+# Models with as many weights are slow in bfloat16 on a CPU; the built-in ones are fast in any dtype.
 LARGE = 10**7
 # Seconds of a program in the chain of an update at the peak rate, which real programs do not reach.
 PROGRAM_S = 2.0
@@ -145,7 +145,7 @@ def resolve(
 
 
 def activation_bytes(architecture: Architecture, remat: str, dtype: DTypeLike) -> int:
-    """Returns the bytes that the backward pass finds of a token: inputs of layers, and what `remat` keeps.
+    """Returns the bytes of a token that are kept for the backward pass: inputs of layers, and what `remat` keeps.
 
     "dots" keeps the results of the products with weights, and that of attention.
     """
@@ -158,11 +158,10 @@ def activation_bytes(architecture: Architecture, remat: str, dtype: DTypeLike) -
 
 
 def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int) -> int:
-    """Returns the rows of a micro-batch: those of a minibatch of whole groups, divided.
+    """Returns the rows of a micro-batch: those of a minibatch of whole groups, divided by `learning.micro_batches`.
 
-    With `learning.micro_batches` 0 it is the minibatch. On CPUs it is then the largest micro-batch of at most 2,048
-    tokens and 512 MiB of activations (`token_bytes` each) that divides the minibatch, or that of one row for each
-    device.
+    With 0 it is the minibatch; on CPUs the largest micro-batch of at most 2,048 tokens and 512 MiB of activations
+    (`token_bytes` each) that divides the minibatch, or else one row for each device.
     """
     rows = config.learning.prompts_per_update * config.collection.group_size
     if config.learning.micro_batches or name != "cpu":
@@ -191,7 +190,7 @@ def micro_batches_per_program(micro_flops: float, name: str, device_kind: str) -
 
 
 def update_program(mesh: Mesh, config: Config, architecture: Architecture) -> int:
-    """Returns `micro_batches_per_program` for the devices of a mesh, of which all share a micro-batch."""
+    """Returns `micro_batches_per_program` for the devices of a mesh, which share each micro-batch."""
     device = mesh.devices.flat[0]
     rows = micro_rows_on(mesh, config, architecture)
     flops = (

@@ -64,7 +64,7 @@ _update = jax.lax.dynamic_update_slice_in_dim
 
 
 def _tiles(length: int, size: int, body: Callable[[Any, int, Any], Any], carry: Any) -> Any:
-    """carry = body(start, size, carry) for consecutive tiles of `length`; the last one may be smaller."""
+    """Computes carry = body(start, size, carry) for consecutive tiles of `length`; the last one may be smaller."""
     whole, rest = divmod(length, size)
     if whole:
         carry = jax.lax.fori_loop(0, whole, lambda i, carry: body(i * size, size, carry), carry)
@@ -72,13 +72,13 @@ def _tiles(length: int, size: int, body: Callable[[Any, int, Any], Any], carry: 
 
 
 def _logits(config: HeadConfig, hidden: Float[Array, "m D"], head: Float[Array, "_ _"]) -> Float[Array, "m v"]:
-    """Float32 logits over a part of the head, at the temperature, by a product in the hidden states' dtype."""
+    """Returns float32 logits over a part of the head, at the temperature; the product has the hidden states' dtype."""
     dims = ((1,), (1 - config.vocab_axis,))
     return jax.lax.dot_general(hidden, head, (dims, ((), ())), preferred_element_type=jnp.float32) / config.temperature
 
 
 def _is_target(logits: Float[Array, "m v"], targets: Int[Array, " m"], start: int | Array) -> Array:
-    """True at each row's target, where it is in the part of the vocabulary that begins at `start`."""
+    """Returns True at each row's target, where it is in the part of the vocabulary that begins at `start`."""
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == (targets - start)[:, None]
 
 
@@ -124,8 +124,8 @@ def gradients(
 ) -> tuple[Float[Array, "M D"], Float[Array, "_ _"] | None]:
     """Computes (d_hidden in float32, d_head in `dtype`) over this head, whole or a part; a frozen head's is None.
 
-    Vocabulary outside, rows inside: what a tile adds to d_head is summed in float32 and written once, and only
-    d_hidden is carried. No second d_head exists, whatever its dtype.
+    The outer loop is over the vocabulary, the inner one over rows. So a tile's part of d_head is summed in float32 and
+    written once, only d_hidden is carried, and no second d_head exists.
     """
     vocab_axis = config.vocab_axis
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of whole texts: of each token after those before it, and of the most probable tokens there.
+"""Log-probabilities of whole texts: of each token given those before it, and of the most probable tokens there.
 
 One forward pass computes them from tokens alone, so they do not depend on how a text was sampled. The learner's own
 passes are in `learner.py` (responses of a batch) and `adapter_learner.py` (targets of the caller's).
@@ -106,6 +106,6 @@ class Scorer:
 
 
 def _after_first(values: np.ndarray) -> np.ndarray:
-    """Returns values with nothing before them: nan, or -1."""
+    """Returns values after an entry for the first token: nan, or -1."""
     nothing = np.nan if np.issubdtype(values.dtype, np.floating) else -1
     return np.concatenate([np.full((1, *values.shape[1:]), nothing, values.dtype), values])

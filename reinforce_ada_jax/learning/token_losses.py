@@ -19,7 +19,7 @@ Tokens = Float[Array | np.ndarray, "B T"]
 Mask = Bool[Array | np.ndarray, "B T"] | Float[Array | np.ndarray, "B T"]
 SegmentOneHot = Bool[Array | np.ndarray, "B T S"]
 
-# Bound of the reference program, of a log ratio before it is exponentiated.
+# Bound of a log ratio before it is exponentiated, as in the reference program.
 MAX_LOG_RATIO = 20.0
 # SAPO's temperatures at A > 0 and at A <= 0 (arXiv 2511.20347).
 SAPO_TEMPERATURES = (1.0, 1.05)
@@ -157,12 +157,12 @@ class PolicyTerms(NamedTuple):
 
 
 def masked(values: Array | np.ndarray, mask: Array | np.ndarray) -> Array:
-    """Float32 values, 0 where the mask is: before any exp, so that nothing there reaches a value or a slope."""
+    """Returns float32 values, 0 where the mask is 0: before any exp, so nothing there reaches a value or a slope."""
     return jnp.where(mask.astype(bool), values.astype(jnp.float32), 0.0)
 
 
 def segment_sums(values: Tokens, segment_one_hot: SegmentOneHot | None) -> Float[Array, "B T"]:
-    """Computes at each token the sum over its own response's tokens, of values that are 0 under the mask.
+    """Computes at each token the sum over its own response's tokens, of values that are 0 where the mask is 0.
 
     `segment_one_hot` is True where the token belongs to its row's response s; None: a row is one response.
     """
@@ -175,7 +175,7 @@ def segment_sums(values: Tokens, segment_one_hot: SegmentOneHot | None) -> Float
 def _ratios(
     kind: str, logprobs: Tokens, old_logprobs: Tokens, mask: Mask, segment_one_hot: SegmentOneHot | None
 ) -> Float[Array, "B T"]:
-    """Computes the ratios of a kind, as `policy_terms` has them; raises ValueError for an unknown one."""
+    """Computes the ratios of a kind, as `policy_terms` describes them; raises ValueError for an unknown one."""
     if kind not in ("token", "sequence", "sequence-token"):
         raise ValueError(f"ratio is {kind!r}; it must be one of token, sequence, sequence-token.")
     log_ratio = logprobs - old_logprobs
@@ -196,7 +196,7 @@ def importance_weights(
     sequence   min(product of w over the response, cap), for all its tokens
     mask       w where LEAST_WEIGHT <= w <= cap, otherwise 0
 
-    Log-weights are 0 under the mask. Source: by token https://fengyao.notion.site/off-policy-rl; by sequence
+    Log-weights are 0 where the mask is 0. Source: by token https://fengyao.notion.site/off-policy-rl; by sequence
     https://richardli.xyz/rl-collapse; the mask is that of IcePop (arXiv 2510.18855), with 0.5 and 5.
 
     Raises:
@@ -231,7 +231,7 @@ def policy_terms(
     "seq-mean-token-mean" that is the objective of GSPO (arXiv 2507.18071, section 4.1). With "sequence-token" rho has
     that value, and at each token the slope of its own ratio alone (GSPO-token, section 4.3).
 
-    Only `logprobs` is differentiated. Values under the mask may be anything, nan and infinities included.
+    Only `logprobs` is differentiated. Values where the mask is 0 may be anything, nan and infinities included.
 
     Args and errors: as for `loss.policy_loss`.
     """

@@ -1,7 +1,7 @@
 """One optimizer step on a minibatch: the sums over its micro-batches, and the programs that compute them.
 
 A short update is one program. A long one is a chain of programs: `begin`, then `accumulate` for a few micro-batches at
-a time, then `finish`. Only `finish` takes the arrays of the old state, so the host can give an update up before it.
+a time, then `finish`. Only `finish` takes the arrays of the old state, so the host can abandon an update before it.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def num_live(batch: Batch) -> Int[Array, ""]:
 
 
 def micro_batch(batch: Batch, index: Int[Array, ""]) -> Batch:
-    """One micro-batch of many."""
+    """Returns the micro-batch at `index`."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
 
 
@@ -135,17 +135,17 @@ def run_chain(
 
 
 def _counts(batch: Batch) -> loss_lib.Counts:
-    """Returns the denominators of the whole minibatch, what is left out of it included."""
+    """Returns the denominators of the whole minibatch, including responses that are left out."""
     counted = batch.left_out.sum(axis=(0, 1))
     num_rows = (batch.response_length > 0).sum() + counted[1]
     return loss_lib.make_counts(batch.response_length.sum() + counted[0], num_rows)
 
 
 class UpdatePrograms:
-    """Jitted programs of an update; called, it makes one.
+    """Jitted programs of an update; a call makes one update.
 
     Attributes:
-      micro_batches_per_program: of a chain; an update of no more micro-batches is one program.
+      micro_batches_per_program: in a chain; an update with at most this number is one program.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class UpdatePrograms:
         self._loss_fn, self._optimizer, self._mesh, self._gap_limits = loss_fn, optimizer, mesh, gap_limits
         self._param_shardings, self._gathered_layers = param_shardings, gathered_layers
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        # Layouts are named at the exits: a state or sums in another layout would compile everything again. The old
-        # state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
+        # Output layouts are fixed: a state or sums in another layout would compile everything again. The old state is
+        # donated: weights and moments are updated in place. The base under adapters is not: it stays.
         self._whole = jax.jit(self._in_one_program, donate_argnames="state")
         sums = Sums(param_shardings, self._replicated, self._replicated)
         self._begun_shardings = (gathered_shardings, sums, self._replicated)
@@ -196,10 +196,10 @@ class UpdatePrograms:
     ) -> tuple[LearnerState, UpdateMetrics]:
         """Makes one optimiser step on one minibatch of `Learner.put`, or leaves the state as it was.
 
-        The arrays of `state` are used up. It stays as it was if the loss or the gradient is not finite. Without
-        `old_logprobs` in the batch it also does if a log-probability is not finite, or differs from the engine's by
-        more than rounding (`logprob_gap.gap_limits`). Only responses of this `policy_version` were drawn from the
-        weights of `state` and are compared; None: all are. `base` are the weights under adapters.
+        The arrays of `state` are donated. The state keeps its values if the loss or the gradient is not finite; without
+        `old_logprobs` in the batch also if a log-probability is not finite, or differs from the engine's by more than
+        rounding (`logprob_gap.gap_limits`). Only responses of this `policy_version` were drawn from the weights of
+        `state` and are compared; None: all are. `base` are the weights under adapters.
 
         `between` is called after each program of a chain but the last one, when the program has ended; `state` still
         has its arrays where it raises. None: the programs are queued, and none is waited for.
@@ -216,7 +216,7 @@ class UpdatePrograms:
         policy_version: Version | None,
         between: Callable[[], None] | None,
     ) -> Sums:
-        """Runs the chain but its last program; on return the copy of the layers' weights is gone."""
+        """Runs all programs of the chain but the last; on return the copy of the layers' weights is released."""
         layers, sums, live = self._begin(params, batch)
 
         def accumulate(sums: Sums, first: Version) -> Sums:
@@ -256,7 +256,7 @@ class UpdatePrograms:
         policy_version: Version | None,
         first: Int[Array, ""] | None = None,
     ) -> Sums:
-        """Returns the sums with the micro-batches of one program, from `first` on; None: with all of them."""
+        """Returns the sums after one program, which adds micro-batches from `first` on; None: all."""
         counts, counted = _counts(batch), batch.left_out.sum(axis=(0, 1))
         metric_weights = loss_lib.metric_weights(batch.advantages, batch.response_mask, counted[0])
         gradient, weights = jax.grad(self._loss_fn, has_aux=True), params if layers is None else params | layers

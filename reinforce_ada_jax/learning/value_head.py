@@ -22,11 +22,11 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge
 from reinforce_ada_jax.types import Pool, Prompt
 
-# In one forward pass.
+# Prompts in one forward pass.
 PROMPTS_AT_A_TIME = 16
-# Of Adam, and its steps on the draws of an iteration; measured on cipher (`prompt_features`).
+# Learning rate of Adam, and its steps after each iteration; measured on cipher (`prompt_features`).
 LEARNING_RATE, STEPS = 3e-2, 8
-# Estimates stay this far from 0 and 1, for allocations divide by p and by 1 - p.
+# Estimates stay this far from 0 and 1, because allocations divide by p and by 1 - p.
 MARGIN = 1e-3
 
 
@@ -162,14 +162,14 @@ class ValueHead:
         for row, pool in enumerate(pools):
             features[row] = self._features[pool.prompt.id]
             correct[row], drawn[row] = pool.correct.sum(), len(pool.verdicts)
-        # On all devices, as every program of a run: one on the devices of this process alone may stop a pod.
+        # On all devices, as every program of a run: a program on the devices of one process alone may block a pod.
         inputs = self._head, self._optimizer, features, correct, drawn
         fitted = self._fit(*jax.tree.map(lambda x: mesh_lib.place(np.asarray(x), self._whole), inputs))
         self._head, self._optimizer, loss = jax.tree.map(processes.fetch, fitted)
         return {"estimator/loss": float(loss)}
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint: head and optimiser; float32 numbers survive the way there and back unchanged."""
+        """Returns head and optimiser for a checkpoint; float32 numbers come back unchanged."""
         return {"arrays": [x.tolist() for x in jax.tree.leaves((self._head, self._optimizer))]}
 
     def load_json(self, saved: Mapping[str, Any]) -> None:

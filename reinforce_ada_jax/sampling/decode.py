@@ -264,7 +264,7 @@ def _begin_window(state: DecodeState, inputs: WindowInputs, options: EngineOptio
 
 
 def _choose_width(state: DecodeState, widths: tuple[int, ...]) -> Int[Array, ""]:
-    """Returns all slots; in the tail, with nothing left to refill from, ever fewer, the active ones among them."""
+    """Returns the number of slots to compute: all; with an empty queue the smallest width that has the active ones."""
     active = jnp.sum(state.slots.active)
     width = jnp.int32(widths[0])
     for narrower in widths[1:]:

@@ -111,7 +111,7 @@ class Requests(Record):
 
     prompt_row: Int[ArrayLike, "*R"]  # row of the open prompt
     output_row: Int[ArrayLike, "*R"]  # row of `Outputs` that the response fills
-    park_row: Int[ArrayLike, "*R"]  # keeps the pages of prompt and response when it ends; beyond the rows: none
+    park_row: Int[ArrayLike, "*R"]  # prompt row that gets the response's pages when it ends; beyond the rows: none
     sampling: Sampling
     key: UInt32[ArrayLike, "*R words"]  # of the draw (`token.draw_keys`); in window inputs its address
 
