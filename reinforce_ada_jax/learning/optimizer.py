@@ -22,7 +22,7 @@ class AdamParams(NamedTuple):
 
 
 def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule:
-    """learning_rate * min(1, (update + 1) / warmup_updates) for update = 0, 1, ...: the first one already moves."""
+    """Returns learning_rate * min(1, (update + 1) / warmup_updates) for update = 0, 1, ...: never 0."""
 
     def schedule(update):
         return learning_rate * jax.numpy.minimum(1.0, (update + 1) / max(1, warmup_updates))

@@ -1,4 +1,4 @@
-"""Adapters as files: the folder that `peft` reads, and the mark of the base that they belong to."""
+"""Adapters as files: the folder that `peft` reads, and the fingerprint of the base that they belong to."""
 
 import hashlib
 import math
@@ -23,7 +23,7 @@ SAMPLED_BYTES = 2**16
 
 
 def fingerprint(folder: pathlib.Path) -> str:
-    """A hash of a base's sizes, tensors and samples of their bytes; the same wherever the folder is."""
+    """Returns a hash of a base's sizes, tensors and samples of their bytes; the path of the folder does not matter."""
     digest = hashlib.sha256(repr(huggingface.read_config(folder)).encode())
     for file in weight_files.find(folder):
         with file.open("rb") as stream:
@@ -51,7 +51,7 @@ def check_base(folder: pathlib.Path, recorded: str) -> None:
 
 
 def peft_tensors(architecture: Architecture, adapters: Params, lora: Lora) -> dict[str, np.ndarray]:
-    """PEFT's names and layouts, float32: `lora_A.weight` is [rank, inputs], `lora_B.weight` [outputs, rank]."""
+    """Returns PEFT's names and layouts, float32: `lora_A.weight` is [rank, inputs], `lora_B.weight` [outputs, rank]."""
     matrices = {name: processes.fetch(x).astype(np.float32) for name, x in flatten(adapters).items()}
     tensors = {}
     for weight in (TARGETS[target] for target in lora.targets):
@@ -65,7 +65,7 @@ def peft_tensors(architecture: Architecture, adapters: Params, lora: Lora) -> di
 
 
 def peft_config(lora: Lora, base: str) -> dict[str, Any]:
-    """The content of `adapter_config.json`."""
+    """Returns the content of `adapter_config.json`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -88,8 +88,8 @@ def save(
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained(model, folder)` reads; whole, or not at all.
 
-    The folder doesn't exist yet, or is empty, or else ValueError is raised; `base` is named in its file. Where several
-    processes hold the adapters, each calls this, and process 0 writes.
+    Raises ValueError if the folder exists and is not empty. `base` is named in its file. Where several processes hold
+    the adapters, each calls this, and process 0 writes.
     """
     tensors = peft_tensors(architecture, adapters, lora)
     if not processes.is_writer():

@@ -15,7 +15,7 @@ CLASS_NAMES = {
     "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }  # fmt: skip
-# Of a config.json that does not say, as in transformers.
+# Defaults for a config.json without the key, as in transformers.
 MAX_POSITIONS = {"llama": 2048, "olmo2": 2048, "mistral": 4096 * 32, "gemma3_text": 4096 * 32}
 HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256}  # of other families: hidden_size / num_attention_heads
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -112,9 +112,9 @@ def _whole(value: Any, least: int, most: int) -> bool:
 
 
 def _check_values(config: dict[str, Any]) -> None:
-    """Sizes are whole numbers that some decoder may have, ids are ids, numbers are numbers.
+    """Raises ValueError if a size, an id or a number of config.json is not one, or is out of bounds.
 
-    Without bounds a few digits in a file would take all memory, in a list of tensors that nobody has.
+    Without bounds a few digits in a file would take all memory.
     """
 
     def require(key: str, right: bool, what: str) -> None:
@@ -264,7 +264,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
 
 
 def _gemma_config(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of Gemma's classes beside the others'."""
+    """Returns the keys that Gemma's classes have in addition."""
     slides = ["full_attention", "sliding_attention"]
     return {
         "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
@@ -279,7 +279,7 @@ def _gemma_config(architecture: Architecture, config: dict[str, Any]) -> dict[st
 
 
 def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
-    """A `config.json` that transformers 4 and 5 both read; `from_hf` of it gives `architecture` back."""
+    """Returns a `config.json` that transformers 4 and 5 both read; `from_hf` of it gives `architecture` back."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if architecture.rope_scaling is not None:
         scaling = architecture.rope_scaling

@@ -35,12 +35,12 @@ def _product(equation: str, left: Array, right: Array) -> Array:
 
 
 def _rows(x: Array, first: int, end: int) -> Array:
-    """The positions of a block, with the query heads of a key head as rows of one product: [B, K, R, ...]."""
+    """Returns the positions of a block, with the query heads of a key head as rows of one product: [B, K, R, ...]."""
     return jax.lax.slice_in_dim(x, first, end, axis=3).reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _scores(query: Queries, key: Keys, sees: Visible, first: int, end: int) -> Float[Array, "B K R S"]:
-    """Scores of a block with the keys before its end."""
+    """Returns the scores of a block with the keys before its end."""
     segment_ids, reach = sees
     scores = _product("BKRH,BKSH->BKRS", _rows(query, first, end), key[:, :, :end])
     query_place, key_place = jnp.arange(first, end)[:, None], jnp.arange(end)[None]
@@ -75,7 +75,7 @@ def _forward(query, key, value, sees):
 
 def _backward(residuals, d_mixed):
     query, key, value, sees, mixed, log_sum = residuals
-    # The slope of the softmax has the sum of p dp over keys, which is that of mixed d_mixed over the head.
+    # The gradient of the softmax has the sum of p dp over keys, which equals that of mixed * d_mixed over the head.
     weighted = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     d_query, d_key, d_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     for first, end in _blocks(query.shape[3]):
@@ -97,7 +97,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def attend(query, key, value, layer, carry, *, segment_ids: Segments = None):
-    """Causal attention: a token attends to itself and those before it, in its own segment if there are segments."""
+    """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments."""
     rows, length, num_heads, head_dim = query.shape
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)
     query = query.reshape(rows, length, key.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 
-# What JAX and cuDNN ask for: `check_is_flash_attention` of the module above.
+# Requirements of JAX and cuDNN: `check_is_flash_attention` of the module above.
 AMPERE, HOPPER = (8, 0), (9, 0)
 MOST_HEAD_DIM = {AMPERE: 128, HOPPER: 256}
 
@@ -71,7 +71,7 @@ def _local(
     segment_ids: Int[Array, "B T"] | None,
     max_segments: int,
 ) -> Float[Array, "B T N H"]:
-    """On one device, with its rows and its heads."""
+    """Computes attention on one device, for its rows and heads."""
     if segment_ids is None:
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
     if query.size >= 2**31:

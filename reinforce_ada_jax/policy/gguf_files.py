@@ -36,7 +36,7 @@ NAMES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 CHUNK_BYTES = 2**24  # of quantised rows that are made into numbers at a time
-# config.json's name by that of the metadata, after "FAMILY."; all but the last two must be there.
+# Names in the metadata, after "FAMILY.", by those of config.json; all but the last two must be there.
 SIZES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
@@ -53,7 +53,7 @@ def _number(metadata: dict[str, Any], key: str, default: float) -> float:
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """Returns the `rope_scaling` of Llama 3.1 to 3.3 that gives the factors of the file, which has nothing else."""
+    """Returns the `rope_scaling` of Llama 3.1 to 3.3 that gives the file's factors; the file has no more."""
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     for factor in (8.0, 32.0):
         smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
@@ -154,7 +154,7 @@ def read_tensor(file: pathlib.Path, header: gguf.Header, name: str) -> np.ndarra
 
 
 def _rotary_rows(matrix: np.ndarray, heads: int) -> np.ndarray:
-    """Returns the rows of a head as Hugging Face has them: first those of all cosines' pairs, then their partners.
+    """Returns the rows of a head in Hugging Face's order: the first rows of all rotated pairs, then the second ones.
 
     llama.cpp's converter puts the two rows of a pair side by side, for Llama alone.
     """

@@ -1,7 +1,7 @@
-"""Hugging Face folders, in and out, by one table of names and layouts used both ways.
+"""Reads and writes Hugging Face folders, by one table of names and layouts.
 
 Weights travel one tensor at a time. Names and shapes are checked from the files' headers before any is read, so a
-folder that doesn't fit its config.json costs seconds, not a loaded model.
+folder that doesn't fit its config.json is refused within seconds.
 """
 
 import contextlib
@@ -87,12 +87,12 @@ class Part:
         return (tensor.T if self.transposed else tensor).reshape(self.ours)
 
     def to_theirs(self, value: np.ndarray) -> np.ndarray:
-        """A view of ours in the file's layout."""
+        """Returns a view of ours in the file's layout."""
         return value.reshape(self.theirs[::-1]).T if self.transposed else value.reshape(self.theirs)
 
 
 def axis_sizes(architecture: Architecture) -> dict[str, int]:
-    """The size behind each axis letter of `TABLE`."""
+    """Returns the size of each axis letter of `TABLE`."""
     return {
         "L": architecture.num_layers, "V": architecture.vocab_size, "D": architecture.hidden_size,
         "F": architecture.ffn_size, "N": architecture.num_heads, "K": architecture.num_kv_heads,
@@ -101,13 +101,13 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
 
 
 def table(architecture: Architecture) -> dict[str, tuple[str, str, str]]:
-    """`TABLE` as this architecture has it."""
+    """Returns `TABLE` as this architecture has it."""
     norms = {"before": {}, "after": NORM_AFTER, "around": NORM_AROUND}[architecture.norm_place]
     return TABLE | norms | (QK_NORM_WHOLE if architecture.qk_norm_whole else {})
 
 
 def parts(architecture: Architecture) -> dict[str, Part]:
-    """Every tensor of a Hugging Face folder of this architecture, by its name there."""
+    """Returns every tensor of a Hugging Face folder of this architecture, by its name there."""
     sizes, names, found = axis_sizes(architecture), table(architecture), {}
     for weight, (shape, _) in transformer.weight_shapes(architecture).items():
         our_axes, name, their_axes = names[weight]
@@ -122,7 +122,7 @@ def parts(architecture: Architecture) -> dict[str, Part]:
 
 
 def read_config(folder: str | pathlib.Path) -> Architecture:
-    """The architecture that `config.json` in a Hugging Face folder, or the metadata of a GGUF file, describes.
+    """Returns the architecture that config.json in a Hugging Face folder, or a GGUF file, describes.
 
     Raises:
       ValueError: no such folder, no or malformed config.json, or a model that this decoder doesn't compute.
@@ -141,7 +141,7 @@ def read_config(folder: str | pathlib.Path) -> Architecture:
 
 
 def _check(folder: pathlib.Path, architecture: Architecture, headers: dict[str, weight_files.Header]) -> None:
-    # All problems in one error: a folder is repaired at once.
+    # One error lists all problems, so that a folder is repaired once.
     wanted, problems = parts(architecture), []
     codes = weight_files.DTYPE_CODES.values()
     for name, part in wanted.items():
@@ -226,7 +226,7 @@ def _opened(file: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
 def load(
     folder: str | pathlib.Path, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
 ) -> tuple[Architecture, transformer.Params]:
-    """A Hugging Face folder's architecture and weights, born sharded when a mesh is given.
+    """Returns a Hugging Face folder's architecture and weights, sharded from the start if a mesh is given.
 
     Beyond the result, at most one tensor of the files is in the host's memory. The devices hold one layer more, and at
     the end a second copy of what is outside of the layers (embedding, head).

@@ -1,9 +1,9 @@
-"""Forward passes whose bits depend on a token and those before it alone, not on what is computed beside it.
+"""Forward passes whose bits depend on a token and those before it alone, not on the other rows of a program.
 
 A compiled product or sum rounds by its shape. So every row is computed in a tile of `ROWS` rows, and its attention in
 tiles of `KEYS` keys, in ascending order. The loop over tiles has the same body in every program, and a loop is a border
-for the compiler: nothing is fused across it. The number of iterations is known at run time only, or the compiler would
-dissolve a loop of one iteration. Sampler and learner call these functions in their own layouts.
+for the compiler: nothing is fused across it. The number of iterations is known at run time only; otherwise the compiler
+would remove a loop of one iteration. Sampler and learner call these functions in their own layouts.
 
 Forward only: the loops cannot be differentiated. Measured for float32 on CPUs.
 """
@@ -71,9 +71,9 @@ def attention(
     read: Read,
     reach: Int[Array, ""] | None = None,
 ) -> Float[Array, "ROWS N H"]:
-    """softmax(q k / sqrt(H)) v over the first `lengths[r]` tokens of each row of a tile; zeros where that is 0.
+    """Computes softmax(q k / sqrt(H)) v over the first `lengths[r]` tokens of each row of a tile; zeros if 0.
 
-    Of these only the last `reach`, if given (`LayerPlace.reach`).
+    A row sees only the last `reach` of these tokens (`LayerPlace.reach`); None: all.
 
     A tile of keys beyond a row's length changes none of its bits: largest score and sums are multiplied by 1, and
     zeros are added.
@@ -153,11 +153,11 @@ def target_logprobs(
         return distribution(head_logits(model, hidden)[:, 0], temperature[:, None])
 
     def one_tile(hidden, targets, temperature):
-        # The sampler's very loop, of one iteration: fused with the choice of targets, division and sum round otherwise.
+        # The sampler's own loop, with one iteration: fused with the choice of targets, the sum would round differently.
         # [M, V] exists nowhere.
         logprobs = by_tiles(jnp.minimum(count, ROWS))(all_logprobs, hidden, temperature)
         return jnp.take_along_axis(logprobs, targets[:, None], axis=1)[:, 0]
 
-    # Of data: division by a number that the compiler knows would become a product with its reciprocal.
+    # Made from data: the compiler would turn division by a constant into a product with its reciprocal.
     temperatures = jnp.where(targets < 0, 1.0, jnp.float32(temperature))
     return by_tiles(count)(one_tile, hidden, targets, temperatures)

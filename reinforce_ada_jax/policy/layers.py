@@ -5,7 +5,7 @@ time*: `transformer.run` scans over the stack and merges one layer's slice, so t
 that axis. Numbers are float32 in norms and rotary angles, and in `x.dtype` everywhere else.
 
 The matrix of a projection may be `Adapted` or `RowAdapted`, as `lora.py` makes them, or `Quantized`; in the decoder
-only `project` knows. `embed` and `head_logits` (transformer.py) know of a quantised embedding.
+only `project` distinguishes them. `embed` and `head_logits` (transformer.py) take a quantised embedding.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def row_adapters(weights: Any, adapter: Int[Array, " B"]) -> RowAdapters | None:
 
 
 def choose_adapters(weights: Any, rows: RowAdapters) -> Any:
-    """Returns a layer's weights, its banks for these rows."""
+    """Returns a layer's weights, with these rows set in its banks."""
     return jax.tree.map(
         lambda weight: dataclasses.replace(weight, rows=rows) if _is_bank(weight) else weight,
         weights, is_leaf=_is_bank,
@@ -108,9 +108,9 @@ def choose_adapters(weights: Any, rows: RowAdapters) -> Any:
 def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized, num_inputs: int = 1) -> Array:
     """Contracts the last axes of x with the first of the weight, in x.dtype: x W, x W + scaling * (x A) B, or (x V) s.
 
-    Rows and positions of x [B, T, *in] are one axis to the product. Were they two, XLA would transpose the activations
-    for the weight's gradient within what computes them, which on CPUs takes as long as all products. Neither A B nor a
-    gradient of its size is ever made. `num_inputs` axes of the weight are contracted.
+    Rows and positions of x [B, T, *in] are one axis to the product. With two, XLA would transpose the activations for
+    the weight's gradient, which on CPUs takes as long as all products. Neither A B nor a gradient of its size is ever
+    made. `num_inputs` axes of the weight are contracted.
     """
 
     def contract(x: Array, weight: Array, num_inputs: int) -> Array:
@@ -148,14 +148,14 @@ def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized, num_inpu
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x^2) + epsilon) * scale; the mean in float32, the product in x.dtype, as Hugging Face does."""
+    """Computes x / sqrt(mean(x^2) + epsilon) * scale: the mean in float32, the product in x.dtype."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return jnp.broadcast_to(scale.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 
 def norm(architecture: Architecture, x: Float[Array, "... D"], scale: Float[Array, " D"]) -> Float[Array, "... D"]:
-    """`rms_norm` with the epsilon of an architecture; of Gemma by 1 + scale, all in float32."""
+    """Computes `rms_norm` with an architecture's epsilon; Gemma multiplies by 1 + scale, all in float32."""
     if architecture.is_gemma:
         wide, scale = x.astype(jnp.float32), 1.0 + scale.astype(jnp.float32)
         return rms_norm(wide, scale, architecture.norm_epsilon).astype(x.dtype)
@@ -163,7 +163,7 @@ def norm(architecture: Architecture, x: Float[Array, "... D"], scale: Float[Arra
 
 
 def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | None = None) -> Float[Array, " half"]:
-    """Inverse frequencies theta^(-2i/H), stretched for long contexts where the architecture says so.
+    """Returns inverse frequencies theta^(-2i/H), stretched for long contexts where the architecture says so.
 
     `slides`: whether the layer is a sliding one, whose theta may be another; None: no layer is.
 
@@ -189,7 +189,7 @@ def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | Non
 def rotate(
     x: Float[Array, "B T N H"], positions: Int[Array | np.ndarray, "B T"], frequencies: Float[Array, " half"]
 ) -> Float[Array, "B T N H"]:
-    """Rotary position embedding in Hugging Face's layout: dimension i turns with dimension i + H/2."""
+    """Applies the rotary position embedding in Hugging Face's layout: dimension i turns with dimension i + H/2."""
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     cos, sin = jnp.cos(angles)[:, :, None, :].astype(x.dtype), jnp.sin(angles)[:, :, None, :].astype(x.dtype)
     low, high = jnp.split(x, 2, axis=-1)
@@ -197,12 +197,12 @@ def rotate(
 
 
 def norm_start(architecture: Architecture) -> float:
-    """The weight with which a norm multiplies by 1."""
+    """Returns the weight with which a norm multiplies by 1."""
     return 0.0 if architecture.is_gemma else 1.0
 
 
 class Attention(nnx.Module):
-    """Grouped-query projections; how queries meet keys and values is the caller's (`transformer.run`)."""
+    """Grouped-query projections; the caller computes the attention between them (`transformer.run`)."""
 
     def __init__(self, architecture: Architecture, declare: Declare):
         d, n, k, h = (
@@ -232,7 +232,7 @@ class Attention(nnx.Module):
         positions: Int[Array | np.ndarray, "B T"],
         slides: Bool[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Queries, keys and values of `x`, rotated to `positions`; `slides` as of `rotary_frequencies`."""
+        """Returns queries, keys and values of `x`, rotated to `positions`; `slides` is as for `rotary_frequencies`."""
         dtype = x.dtype
         query = project(x, self.query.get_value())
         key = project(x, self.key.get_value())
@@ -248,13 +248,13 @@ class Attention(nnx.Module):
         return rotate(query, positions, frequencies), rotate(key, positions, frequencies), value
 
     def _norm(self, x: Float[Array, "B T N H"], scale: Float[Array, "*N H"]) -> Float[Array, "B T N H"]:
-        """The norm of each head, or of all heads of a token as one vector."""
+        """Normalises each head, or all heads of a token as one vector."""
         if not self.architecture.qk_norm_whole:
             return norm(self.architecture, x, scale)
         return norm(self.architecture, x.reshape(*x.shape[:2], -1), scale.reshape(-1)).reshape(x.shape)
 
     def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The output projection."""
+        """Computes the output projection."""
         return project(mixed, self.output.get_value(), num_inputs=2)
 
 

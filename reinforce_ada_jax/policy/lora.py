@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): their shapes, initial values, and how they meet the weights they adapt.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): their shapes, initial values, and how they are combined with weights.
 
-Adapters are a plain tree beside the base's, {"layers": {"attention": {"query": {"a": [L, D, r], "b": [L, r, N, H]}}}}:
-W becomes W + scaling * A B. `adapted` puts both side by side, to be trained; `merged` makes one weight of them, to be
+Adapters are a plain tree of their own, {"layers": {"attention": {"query": {"a": [L, D, r], "b": [L, r, N, H]}}}}: W
+becomes W + scaling * A B. `adapted` puts both side by side, to be trained; `merged` makes one weight of them, to be
 exported, or decoded from in float32: a narrower weight would round most of the change away. The product inside a layer
 is in `layers.py`, files are in `adapter_files.py`.
 """
@@ -50,12 +50,12 @@ class Lora:
 
 
 def make(rank: int, alpha: float, targets: Collection[str]) -> Lora | None:
-    """The adapters of rank `rank` on the projections `targets`; None where the rank is 0."""
+    """Returns the adapters of rank `rank` on the projections `targets`; None where the rank is 0."""
     return Lora(rank, alpha, tuple(name for name in TARGETS if name in targets)) if rank else None
 
 
 def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, Declared]:
-    """Every adapter's (shape, logical axes), by dotted path.
+    """Returns every adapter's (shape, logical axes), by dotted path.
 
     A has the weight's inputs and B its outputs, on the axes that the weight has for them, so they are split alike.
     """
@@ -76,14 +76,14 @@ def num_parameters(architecture: Architecture, lora: Lora) -> int:
 
 
 def shardings(architecture: Architecture, lora: Lora, mesh: Mesh) -> Params:
-    """The sharding of every adapter on `mesh`, in the shape of the adapters."""
+    """Returns the sharding of every adapter on `mesh`, in the shape of the adapters."""
     return transformer.shardings(mesh, adapter_shapes(architecture, lora))
 
 
 def init(
     architecture: Architecture, lora: Lora, key: jax.Array, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
 ) -> Params:
-    """Adapters that change nothing yet: B is 0, and A uniform within 1 / sqrt(inputs), as PEFT begins.
+    """Returns adapters that change nothing yet: B is 0, and A uniform within 1 / sqrt(inputs), as PEFT begins.
 
     (PEFT writes it as Kaiming's uniform distribution with a = sqrt(5): the bound is sqrt(6 / ((1 + a^2) inputs)).) A
     depends on the key and its projection alone, not on which others have adapters.
@@ -106,7 +106,7 @@ def init(
 
 
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
-    """The policy: `base`'s very arrays, those with adapters as `Adapted`. Goes wherever weights go, but for files."""
+    """Returns the policy: the arrays of `base`, those with adapters as `Adapted`; only files can't hold it."""
     weights, matrices = flatten(base), flatten(adapters)
     for name in (TARGETS[target] for target in lora.targets):
         weights[name] = Adapted(weights[name], matrices[f"{name}.a"], matrices[f"{name}.b"], lora.scaling)
@@ -136,7 +136,7 @@ def _merge_layer(layer: Adapted) -> Float[Array, "..."]:
 
 
 def merged(params: Params, dtype: DTypeLike | None = None) -> Params:
-    """Plain weights: W + scaling * A B, summed in float32, where `params` has adapters; the others as they are.
+    """Returns plain weights: W + scaling * A B, summed in float32, where `params` has adapters; others do not change.
 
     Made layer by layer, so that one layer's matrix is all that exists in float32. Every weight gets `dtype`; None: each
     as its base is.

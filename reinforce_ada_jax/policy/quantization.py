@@ -1,4 +1,4 @@
-"""Tensors in int8, for decoding alone: the record, its rounding, and the weights of a policy that are kept so.
+"""Tensors in int8, for decoding alone: the record, its rounding, and the weights of a policy that are stored in int8.
 
 `layers.project` multiplies by a quantised matrix; attention over quantised pages is in `sampling/`.
 """

@@ -20,12 +20,12 @@ BLOCKS = (512, 384, 256, 128)
 
 
 def padded_length(tokens: int) -> int:
-    """Positions of a row as the kernels see it."""
+    """Returns the positions of a row as the kernels see it."""
     return -(-tokens // BLOCKS[-1]) * BLOCKS[-1]
 
 
 def block_size(tokens: int) -> int:
-    """Positions of a block, for rows of `tokens` tokens."""
+    """Returns the positions of a block, for rows of `tokens` tokens."""
     return next(block for block in BLOCKS if padded_length(tokens) % block == 0)
 
 
@@ -43,7 +43,7 @@ def _local(
     window: int,
     interpret: bool,
 ) -> Float[Array, "B T N H"]:
-    """On one device, with its rows and its heads."""
+    """Computes attention on one device, for its rows and heads."""
     length, num_heads, head_dim = query.shape[1:]
     size, block = padded_length(length), block_size(length)
     # The kernels know no scale. Zero columns change no score, and a row's added positions come after all others.

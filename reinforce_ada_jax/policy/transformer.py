@@ -1,8 +1,8 @@
 """The decoder: one definition for the learner and for the sampler, over one tree of parameters.
 
-`params` everywhere is a plain nested dict of arrays (the state of `Decoder`, without flax's wrappers), so that
-optax, Orbax and `jax.tree` see nothing but arrays. `merge` gives it its methods back; it costs nothing at run time
-and is called inside compiled programs only.
+`params` everywhere is a plain nested dict of arrays (the state of `Decoder`, without flax's wrappers), so that optax,
+Orbax and `jax.tree` see nothing but arrays. `merge` makes a `Decoder` of it; that costs nothing at run time, and
+happens inside compiled programs only.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
 # The same with segment_ids=[B, T] by name: a token attends to its own segment.
 SegmentAttend = Callable[..., tuple[jax.Array, Any, Any]]
-# rowwise(function, *arrays): what a function of rows, one by one, gives for arrays of them ([B, ...]).
+# rowwise(function, *arrays) applies a function of rows to arrays of rows ([B, ...]).
 Rowwise = Callable[..., Any]
 # Fixes the sharding of the residual stream, where the compiler must not choose it.
 ShardingConstraint = Callable[[jax.Array], jax.Array]
 
-# The name under which an attention may have its result kept for the backward pass.
+# Name of an attention's result, by which it is kept for the backward pass.
 ATTENTION_RESULT = "attention result"
-# What the backward pass finds of a layer's activations; everything else it computes again from the layer's input.
+# Activations of a layer that are kept for the backward pass; it computes the others again from the layer's input.
 REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -74,7 +74,7 @@ class Execution:
     """Choices of how the layers are computed. All but `dtype` have the same results up to rounding."""
 
     dtype: DTypeLike  # of activations and matrix products; weights are cast where they are used
-    remat: str | None = None  # of `REMAT`; None: the backward pass finds all of a layer's activations
+    remat: str | None = None  # of `REMAT`; None: all activations are kept for the backward pass
     constrain: ShardingConstraint = unconstrained  # of the residual stream, before and after each layer
     rowwise: Rowwise = all_rows  # all but attention: all rows at once, or `invariant.by_tiles`, which knows no banks
 
@@ -100,38 +100,38 @@ def _abstract(architecture: Architecture) -> tuple[Any, Any]:
 
 
 def merge(architecture: Architecture, params: Params) -> Decoder:
-    """The decoder over these very arrays."""
+    """Returns a decoder that holds these arrays."""
     return nnx.merge(_abstract(architecture)[0], params)
 
 
 def weight_shapes(architecture: Architecture) -> dict[str, Declared]:
-    """Every weight's (shape, logical axes), by dotted path into `params`."""
+    """Returns every weight's (shape, logical axes), by dotted path into `params`."""
     flat = nnx.to_flat_state(_abstract(architecture)[1])
     return {".".join(map(str, path)): (leaf.shape, leaf.get_metadata("axes")) for path, leaf in flat}
 
 
 def nest(flat: dict[str, Any]) -> Params:
-    """A tree from dotted paths, the inverse of `flatten`."""
+    """Returns a tree from dotted paths, the inverse of `flatten`."""
     return traverse_util.unflatten_dict(flat, sep=".")
 
 
 def flatten(params: Params) -> dict[str, Any]:
-    """The leaves of a tree by dotted path."""
+    """Returns the leaves of a tree by dotted path."""
     return traverse_util.flatten_dict(params, sep=".")
 
 
 def shardings(mesh: Mesh, declared: Mapping[str, Declared]) -> Params:
-    """The shardings of declared weights on `mesh`, nested as the weights are."""
+    """Returns the shardings of declared weights on `mesh`, nested as the weights are."""
     return nest({name: mesh_lib.weight_sharding(mesh, name, *shape_axes) for name, shape_axes in declared.items()})
 
 
 def param_shardings(architecture: Architecture, mesh: Mesh) -> Params:
-    """The sharding of every weight on `mesh`, in the shape of `params`."""
+    """Returns the sharding of every weight on `mesh`, in the shape of `params`."""
     return shardings(mesh, weight_shapes(architecture))
 
 
 def init(architecture: Architecture, key: jax.Array, mesh: Mesh | None = None, dtype=jnp.float32) -> Params:
-    """Random weights, born sharded when a mesh is given."""
+    """Returns random weights, sharded from the start if a mesh is given."""
 
     def make(key):
         return nnx.to_pure_dict(nnx.split(Decoder(architecture, key, dtype))[1])
@@ -157,13 +157,13 @@ def run(
     execution: Execution,
     adapter: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
-    """All layers over `tokens`, scanned.
+    """Runs all layers over `tokens`, by a scan.
 
     Args:
       model: from `merge`.
       tokens: ids; those in padding only reach padding.
       positions: of each token in its own sequence, from 0.
-      attend: how a layer's queries meet keys and values; gets and gives back `carry`, and gives what to keep per layer.
+      attend: attention of a layer (`Attend`); takes and returns `carry`, and returns values of the layer.
       carry: e.g. the pages of the cache, updated layer by layer.
       execution: how they are computed.
       adapter: index of each row's adapter in the banks of `model` (`lora.bank`), if there are any; -1 for none.
@@ -224,7 +224,7 @@ def run(
 
 
 def causal_attend(query, key, value, layer, carry, *, segment_ids=None):
-    """Causal attention: a token attends to itself and those before it, in its segment if given, within its window."""
+    """Computes causal attention: a token sees itself and those before it, in its segment, within its window."""
     own = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     if layer.reach is not None:
         place = jnp.arange(query.shape[1])
@@ -245,12 +245,12 @@ def hidden_states(
     remat: str | None = None,
     constrain: ShardingConstraint = unconstrained,
 ) -> Float[Array, "B T D"]:
-    """Causal forward pass; settings as for `Execution`.
+    """Computes hidden states in a causal forward pass; settings as for `Execution`.
 
     Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it. Where a
-    row has several sequences, `positions` count in each of them, and a token sees none but that of its own segment id.
-    Without them a row is one sequence. `attend` is `causal_attend`, or what means the same; it gets `segment_ids` by
-    name.
+    row has several sequences, `positions` count in each of them, and a token sees only the sequence of its own segment
+    id. Without them a row is one sequence. `attend` is `causal_attend` or another implementation of it, and gets
+    `segment_ids` by name.
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -264,7 +264,7 @@ def hidden_states(
 
 
 def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Float32 logits of the next token."""
+    """Returns float32 logits of the next token."""
     tied = model.architecture.tied_embedding
     weight, letters = (model.embedding.get_value(), "VD") if tied else (model.head.get_value(), "DV")
 
@@ -278,7 +278,7 @@ def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "
 
 
 def distribution(logits: Float[Array, "... V"], temperature: float | Float[Array, "... 1"]) -> Float[Array, "... V"]:
-    """Log-probabilities of the untruncated distribution at `temperature`: what is sampled from and what is scored."""
+    """Returns log-probabilities at `temperature`, untruncated: they are sampled from, and scored."""
     return jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
 
 
@@ -286,6 +286,6 @@ def distribution(logits: Float[Array, "... V"], temperature: float | Float[Array
 def logits(
     architecture: Architecture, params: Params, tokens: Int[Array, "B T"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "B T V"]:
-    """Plain full forward pass, for checks: [B, T, V] exists here and nowhere else."""
+    """Computes all logits in a plain forward pass, for checks: [B, T, V] exists here and nowhere else."""
     model = merge(architecture, params)
     return head_logits(model, hidden_states(model, tokens, dtype=dtype))

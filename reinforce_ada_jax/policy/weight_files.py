@@ -1,6 +1,6 @@
 """JSON and safetensors files of a model folder: found, checked by their headers, written as a stream.
 
-What the tensors mean is `huggingface.py`'s. Nothing here opens a pickle.
+`huggingface.py` knows what the tensors mean. Nothing here opens a pickle.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ def _indexed(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def find(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files with the weights of a model: `model.safetensors`, the shards of its index, or else one GGUF file.
+    """Returns the files with a model's weights: `model.safetensors`, the shards of its index, or one GGUF file.
 
     Raises ValueError where there are none, or the index is malformed, incomplete, or names a file outside the folder.
     """
@@ -91,7 +91,7 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
-    """Every tensor in `files`, by name; no tensor is read.
+    """Returns the headers of all tensors in `files`, by name; reads no tensor.
 
     The library refuses files in which a byte of the data belongs to no tensor or to two. Raises ValueError where a file
     is damaged or its header is wrong, or a tensor is in two of them.
@@ -145,7 +145,7 @@ def check_new(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives `.NAME.partial` beside `folder` to write into, and renames it at the end: all files appear, or none.
+    """Yields `.NAME.partial`, next to `folder`, to write into, and renames it at the end: all files appear, or none.
 
     Raises ValueError if `folder` exists and is not an empty folder.
     """
