@@ -80,5 +80,5 @@ class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
         return ready
 
     def __exit__(self, *_: object) -> None:
-        """Begins no further program; those at work are compiled before the interpreter ends."""
+        """Starts no further program; those in progress are compiled before the interpreter ends."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -54,7 +54,7 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
 ) -> Mesh:
-    """A mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees).
+    """Returns a mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees).
 
     Devices of one process are neighbours, and `tensor`, the innermost axis, stays within a process: so does each
     replica of decoding.

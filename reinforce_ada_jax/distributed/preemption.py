@@ -20,7 +20,7 @@ def on_google_cloud() -> bool:
 
 
 def noticed(server: str = SERVER) -> bool:
-    """Returns True if the machine is preempted, or about to be ended for maintenance; no answer is no notice."""
+    """Returns True if the machine is preempted, or about to be ended for maintenance; False without an answer."""
 
     def value(name: str) -> str:
         request = urllib.request.Request(

@@ -1,9 +1,9 @@
 """Several processes as one run: one per host, each with its own devices, all with the same program.
 
-How two hosts agree: every process draws for its shard of the prompts (training/sharded_collection.py). They meet in
-`exchange` and in programs over the whole mesh, of which each decode window is one. So all must take the same steps in
-the same order, and a process that alone knows something tells the others first (`exchange`, `any_of`). Only process 0
-writes files other than checkpoints.
+Every process draws for its shard of the prompts (training/sharded_collection.py). Processes meet in `exchange` and in
+programs over the whole mesh, such as each decode window. So all must take the same steps in the same order, and a
+process that alone knows something tells the others first (`exchange`, `any_of`). Only process 0 writes files other than
+checkpoints.
 
 With one process nothing is sent and nothing is compiled.
 """
@@ -49,7 +49,7 @@ def initialize(*, cluster: bool) -> None:
     code RESTART: it may have been lost.
 
     Args:
-      cluster: the surroundings (a TPU pod, Slurm, MPI) know the processes. Else they are known from the environment,
+      cluster: the cluster (a TPU pod, Slurm, MPI) knows the processes. Otherwise the environment names them:
         JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these there is one process.
 
     Raises:
@@ -259,7 +259,7 @@ def joined(*, cluster: bool) -> Iterator[None]:
     """Joins the run as one of its processes, and leaves it after the block; `cluster` as for `initialize`.
 
     An error in the block, or while joining, ends this process at once. The others notice that the connection ends.
-    JAX's own exit waits for all processes, but those that wait in a program never come there.
+    JAX's own exit waits for all processes, but those that wait in a program never get there.
     """
     try:
         with cli.user_input():

@@ -4,7 +4,7 @@ JAX's own folder writes entries in place: a killed process leaves half of one, w
 repairs, and a bounded folder then refuses new entries. Here an entry appears whole or not at all, and one that does not
 match its hash is removed and compiled again. Processes need no lock.
 
-The folder may stand in front of one in a bucket, so that a node that replaces a preempted one compiles nothing again.
+The folder may cache one in a bucket, so that a node that replaces a preempted one compiles nothing again.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ class ProgramFolder(CacheInterface):
 
 
 class ProgramBucket(CacheInterface):
-    """The entries in a folder of a bucket, one object each, and those of them that this machine has.
+    """The entries in a folder of a bucket, one object each; the folder of this machine caches them.
 
     Objects appear whole. None is removed: the bucket's own rules may delete those that are old.
     """

@@ -4,8 +4,8 @@ Process 0 holds a TCP connection to each other one. If a connection ends without
 process that notices prints it and ends, because it may be waiting in a collective that never returns; process 0 tells
 the others, so that all name the same process. JAX's own heartbeat takes longer and ends in a stack trace.
 
-Process 0 listens where JAX's coordinator does, on all of the machine's addresses, until all others have joined. To join
-takes a secret of 16 bytes, new at each start, that the others get through JAX's coordinator. A connection that sends
+Process 0 listens where JAX's coordinator does, on all of the machine's addresses, until all others have joined. Joining
+needs a secret of 16 bytes, new at each start, that the others get through JAX's coordinator. A connection that sends
 something else, or nothing, is closed and delays nobody.
 """
 
@@ -30,7 +30,7 @@ TIMEOUT_S = 60  # to connect
 # Seconds that process 0 waits for the others. JAX starts all together, so they connect within seconds, or, after
 # TIMEOUT_S of trying, not at all; and JAX takes a process for dead 100 s after its last heartbeat.
 JOIN_S = 90
-STRANGERS = 128  # connections of strangers that may queue beside those of the others: a full queue costs seconds
+STRANGERS = 128  # connections of strangers that may queue in addition to the others': a full queue costs seconds
 NEWS_S = 5  # from a collective that fails to the message that a process is gone; and from one refusal to another
 GREETING_S = 10  # from a connection to the secret, which a process of the run sends at once
 
