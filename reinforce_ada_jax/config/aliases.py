@@ -134,7 +134,7 @@ ALIASES = {
 
 
 def find(name: str) -> Alias | None:
-    """Returns the alias that a dotted name means; None if it is none."""
+    """Returns the alias that a dotted name means; None if there is none."""
     return ALIASES.get(name.removeprefix(VERL_PREFIX))
 
 

@@ -201,7 +201,7 @@ def weights_are_finite(collection: CollectionConfig) -> None:
             f"collection.objective_epsilon is {epsilon} with the objective {objective}, whose weight w(p) grows "
             "without bound as p falls to 0: set it above 0 (0.01)."
         )
-    # What draws pay may be 0 at a pass rate of 0 or 1, and advantages are divided by it.
+    # The part of the weight that draws provide may be 0 at a pass rate of 0 or 1; advantages are divided by it.
     vanishes = allocation(collection) == "variance" or objective == "power"
     if collection.strategy == "estimate" and vanishes and not epsilon > 0:
         raise ValueError(
@@ -242,7 +242,7 @@ def correction_fits(collection: CollectionConfig) -> None:
 
 
 def _weights_are_paid_once(collection: CollectionConfig) -> None:
-    """Raises ValueError if w(p) is paid by draws that grow as p falls, and by the whole weight again."""
+    """Raises ValueError if w(p) counts twice: by draws that grow as p falls, and as a whole weight."""
     pools = collection.strategy == "ngu" or (
         collection.strategy in ("positive", "balance") and collection.keep == "pool"
     )

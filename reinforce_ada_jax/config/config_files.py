@@ -10,7 +10,7 @@ from reinforce_ada_jax import user_code
 def packaged_configs() -> dict[str, pathlib.Path]:
     """Returns the files of the packaged configurations by name.
 
-    An installed package has the folder configs/ inside, the repository has it beside the package.
+    An installed package has the folder configs/ inside, the repository has it next to the package.
     """
     package = pathlib.Path(__file__).parents[1]
     inside = package / "configs"

@@ -18,7 +18,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _type_of(owner: type, field: dataclasses.Field) -> tuple[Any, bool]:
-    """The type of a setting, and whether it may be None."""
+    """Returns the type of a setting, and True if it may be None."""
     hint = _hints(owner)[field.name]
     if isinstance(hint, types.UnionType):
         (kind,) = (part for part in typing.get_args(hint) if part is not types.NoneType)

@@ -44,7 +44,7 @@ def check_source(name: str, source: str) -> None:
 
 
 def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:
-    """Raises ValueError if `path` can't be written: work of hours must not end with that.
+    """Raises ValueError if `path` can't be written, so that hours of work do not end with this error.
 
     Args:
       name: the flag, for the message.

@@ -40,8 +40,8 @@ def longest_turn(config: Config) -> int:
 def least_pages(config: Config) -> int:
     """Returns the smallest number of pages in which one response always finds room.
 
-    The longest prompt holds its pages; its draw has pages of its own from the prompt's last, partly filled one on, and
-    one page is never handed out: it takes the writes of idle slots and of padding.
+    The longest prompt holds its pages. Its draw has its own pages, from the prompt's last, partly filled one on. One
+    page is reserved: idle slots and padding write there.
     """
     prompt, page_size = longest_prompt(config), config.sampling.page_size
     return math.ceil(prompt / page_size) + math.ceil((prompt + longest_turn(config)) / page_size) + 1
@@ -299,7 +299,7 @@ def _check_age(config: Config, name: str, max_age: int) -> None:
 
 
 def check_strategy(config: Config, *, max_age: int | None, estimates: bool) -> None:
-    """Raises ValueError where a strategy of a user's does not go with the devices; the rules know the built-in ones.
+    """Raises ValueError if a user's strategy does not fit the devices; the rules check the built-in ones.
 
     Args:
       config: of the run.

@@ -62,7 +62,7 @@ class Allowed:
 
 
 def check_values(section: Any, prefix: str = "") -> None:
-    """Raises ValueError for the first setting of a section, or of a whole configuration, with another value."""
+    """Raises ValueError for the first setting of a section, or a whole configuration, whose value is not allowed."""
     for field in dataclasses.fields(section):
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
