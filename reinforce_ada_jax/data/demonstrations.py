@@ -65,7 +65,7 @@ def _response(problem: Problem, columns: Columns) -> tuple[str, str]:
 
 
 def end_tokens(tokenizer: Tokenizer, template: str, chat: Chat) -> Int32[np.ndarray, " T"]:
-    """Returns what follows an answer, up to the token that ends it: as the chat template writes it, if it writes one.
+    """Returns the tokens after an answer, up to the token that ends it, as the chat template writes them.
 
     With the template "plain" it is the end token that the folder names. Raises ValueError where there is none.
     """
@@ -101,7 +101,7 @@ def read(
     as for `Tokenizer.render`. A response is counted with its end token. `report` gets a line on what was read. Raises
     ValueError where a row has no response, or prompts or responses are longer than their limits.
     """
-    # Messages have both parts; a text beside them may be that of their first message alone.
+    # Messages have both parts; a text column next to them may have only the first message.
     problems = load_problems(source, Columns(columns.problem, NO_ANSWER, messages_first=True))
     found = [_response(problem, columns) for problem in problems]
     prompts = tokenize(problems, tokenizer, template, max_prompt_tokens, chat)

@@ -30,7 +30,7 @@ def _check_depth(value: Any, depth: int = 0) -> None:
 
 
 def _parse(line: bytes, where: str) -> Any:
-    """Returns the value of a line; ValueError where it is not JSON, nested too deeply, or has text that is no text."""
+    """Returns the value of a line; ValueError where it is not JSON, nested too deeply, or not valid Unicode."""
     try:
         value = json.loads(line)
         if line.count(b"[") + line.count(b"{") > MAX_DEPTH:
@@ -70,7 +70,7 @@ def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
 def json_values(value: Any) -> Any:
     """Returns a value of Parquet, `datasets` or TFDS as JSON has it: dates and decimals as text, NaN as None.
 
-    Bytes are text in UTF-8, as in TFDS; all others become None.
+    Bytes are read as text in UTF-8, as in TFDS; bytes that are not UTF-8 become None.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()

@@ -16,7 +16,7 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.types import Prompt
 
 _CIPHER = "cipher:"
-# A text beyond both is not tokenised: English has 4 characters in a token, code 3.
+# A text longer than both is not tokenised: English has 4 characters in a token, code 3.
 UNCHECKED_CHARACTERS, CHARACTERS_PER_TOKEN = 100_000, 32
 
 

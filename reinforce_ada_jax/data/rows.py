@@ -16,7 +16,7 @@ from typing import Any
 from reinforce_ada_jax.data.problems import LABELS, Origin, Problem, json_hash
 
 # The first column that a row has is used; a list of messages in `prompt` precedes them all. tunix has a rendered prompt
-# in `prompts` beside the question; OpenAI's files have `messages`.
+# in `prompts` in addition to the question; OpenAI's files have `messages`.
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "prompts", "messages")
 # The answer for a verifier precedes a whole solution, which public sets have beside it: `gt` of RLHFlow's sets,
 # `short_answer` of the gsm8k of TFDS, `reference_answer` of OpenAI's files.
@@ -171,7 +171,7 @@ def to_problem(
     """Returns a row, an object with JSON values, as a problem.
 
     `where` is file and line, with which errors begin; `seen` counts the ids so far. Of two equal ids the second gets
-    "-2", but with `unique_ids` those of the rows themselves may not be repeated.
+    "-2"; with `unique_ids` the caller refuses a repeated id of the rows themselves.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: a {type(row).__name__}. One object a line, with a problem and an answer.")

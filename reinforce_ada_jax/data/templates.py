@@ -22,7 +22,7 @@ from jinja2 import exceptions, ext, nodes, sandbox, utils, visitor
 from reinforce_ada_jax.config import INSTRUCTION, SYSTEM, Config
 from reinforce_ada_jax.files import model_files
 
-# Of templates that print a date. With today's, a run would depend on more than its seed; Llama's have this default.
+# Date for templates that print one. With today's, a run would depend on more than its seed; Llama's have this default.
 DATE = datetime.date(2024, 7, 26)
 # Limits of a template and one rendering: the longest published template has 10,000 characters, and one iteration per
 # message.
@@ -57,7 +57,7 @@ def chat_from_config(config: Config) -> Chat:
 def _offer_tools(
     template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]] | None]:
-    """Returns the messages and tools to render, where tools are in the messages if the template knows none.
+    """Returns the messages and tools to render; if the template knows no tools, they are in the messages.
 
     Then the system message ends with their descriptions, and a tool's result is a message of the user.
     """

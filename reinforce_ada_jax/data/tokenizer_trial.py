@@ -83,7 +83,7 @@ def _how_it_ended(code: int | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns why this process, with its limits, had to be the one that failed; "" for ordinary mistakes."""
+    """Returns why only a process with limits may read the files; "" for ordinary mistakes."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError):

@@ -1,7 +1,7 @@
 """Turns of a conversation: the tokens that messages add after a turn of the model.
 
 A model's own tokens are never decoded and encoded again. The template renders the conversation with a placeholder for
-the model's turn, and the text behind the placeholder is encoded alone.
+the model's turn, and the text after the placeholder is encoded alone.
 """
 
 from collections.abc import Mapping, Sequence

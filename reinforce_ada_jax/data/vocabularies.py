@@ -63,7 +63,7 @@ class SentencePieceVocabulary:
         proto = file.read_bytes()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
-            # The same without the space before the text: after an added token, and for models without that space.
+            # The same without the space before the text; used after an added token, and for models without that space.
             self._inner = sentencepiece.SentencePieceProcessor(model_proto=proto + _NO_DUMMY_PREFIX)
         except Exception as error:  # classes from C++
             raise ValueError(
