@@ -4,7 +4,7 @@ from reinforce_ada_jax.types import Verdict
 
 
 def grade(response: str, answer: str) -> Verdict:
-    """Returns reward 1 where the text of the response, white space around it aside, is `answer`, else 0.
+    """Returns reward 1 if the response, without white space around it, is `answer`, else 0.
 
     The comparison can neither hang nor crash, so it needs no workers.
     """

@@ -45,7 +45,7 @@ def _same_token(written: str, expected: str) -> bool:
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Returns True if two outputs have the same words, line breaks aside; 1e-6 is allowed where a point is expected."""
+    """Returns True if two outputs have the same words; numbers with a decimal point may differ by a relative 1e-6."""
     ours, theirs = written.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))
 
@@ -61,7 +61,7 @@ def _run_program(program: bytes, test: InputOutput, limits: Limits) -> tuple[boo
 
 
 def _run_test(program: bytes, test: Test, limits: Limits) -> tuple[bool, str]:
-    """Runs the test beside the program; both have one end of a socket."""
+    """Runs test and program in two sandboxes that a socket connects; input and output need the program's alone."""
     if isinstance(test, InputOutput):
         return _run_program(program, test, limits)
     token = secrets.token_hex(16)  # written after the last assertion, by a process in which the program has no part
@@ -85,8 +85,8 @@ def _run_test(program: bytes, test: Test, limits: Limits) -> tuple[bool, str]:
 def grader(*, time_limit_s: float, max_tests: int, limits: Mapping[str, Any]) -> RewardFn:
     """Returns a grader of programs, for a verifier worker.
 
-    Of a problem the first `max_tests` run, 0: all, each under `limits`, the fields of `Limits`. A test that could
-    outlast the time of a whole grading does not start, and counts as failed.
+    The first `max_tests` tests of a problem run (0: all), each under `limits`, the fields of `Limits`. A test that
+    could outlast the time of a whole grading does not start, and counts as failed.
     """
     of_test = Limits(**limits)
 

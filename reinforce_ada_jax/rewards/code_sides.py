@@ -1,9 +1,9 @@
 """The two processes of a test that calls functions: the program's and the test's, each `python -c` in a sandbox.
 
-The test never runs in the program's process, where a program could replace what a comparison means, end the process
-with code 0, or find the expected value. It calls the program's functions over a socket. Arguments and results travel
-as data: numbers, texts, bytes, dates, containers of Python. Any other object of the program stays in its process, and
-the test has a `Remote` in its place. So the two sides share no object, and a result that equals everything is only a
+The test never runs in the program's process, where a program could change the meaning of a comparison, end the process
+with code 0, or find the expected value. It calls the program's functions over a socket. Arguments and results travel as
+data: numbers, texts, bytes, dates, containers of Python. Any other object of the program stays in its process, and the
+test has a `Remote` in its place. So the two sides share no object, and a result that equals everything is only a
 `Remote` that equals nothing but other objects of the program. What the program sends is checked: it decides neither
 what a module of Python does in the test, nor when a loop of the test ends.
 
@@ -34,7 +34,7 @@ MADE = {
         lambda value: value.__reduce__()[1],
     ),
 }  # fmt: skip
-# Failures of reading an answer that is none of `serve`'s.
+# Exceptions from reading an answer that `serve` did not write.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 # Exceptions that end a loop (they become RuntimeError, as in a generator), or that need more than a text.
 NOT_RAISED = (
@@ -184,7 +184,7 @@ def serve(connection, namespace):
 
 
 def update(old, new):
-    """Gives the containers that were arguments the content that the program left in them."""
+    """Copies the program's changes of container arguments into the test's own containers."""
     for mine, theirs in zip(old, new, strict=False):
         if type(mine) is not type(theirs) or mine == theirs:
             continue
@@ -258,8 +258,8 @@ class Solution(types.ModuleType):
 class Names(dict):
     """Names of a test: its own, then Python's, then those of the program.
 
-    If the test uses no name but Python's, the one of them that the program defines is the program's: `assert
-    sum(10, 15) == 6` of MBPP. If it defines more than one, none is: it could replace `isinstance` as well.
+    If the test uses only names of Python, and the program defines exactly one of them, the test gets the program's:
+    `assert sum(10, 15) == 6` of MBPP. If the program defines more, the test gets Python's: `isinstance` could be one.
     """
 
     def __init__(self, solution, tree):
@@ -287,7 +287,7 @@ class Names(dict):
 def names_used(tree):
     """Returns the modules of Python among the names that a test uses, and the names that it does not define itself.
 
-    A name is a module's if the test does nothing with it but ask for attributes, as in `math.isclose`.
+    A name is a module's if the test only reads its attributes, as in `math.isclose`.
     """
     used, own, modules = set(), set(), set()
     bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

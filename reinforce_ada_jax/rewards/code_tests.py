@@ -62,7 +62,7 @@ Test = InputOutput | FunctionCall | Assertions
 
 
 def _from_json(value: Any) -> Any:
-    """Returns what a text holds as JSON, the text itself where it is none."""
+    """Returns the value of a text that is JSON; any other text, and any other value, unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -119,7 +119,7 @@ def _assertions(code: str) -> Assertions:
 
 
 def _runs(code: str) -> bool:
-    """Returns True if a test does more than define names, or a runner of tests would: else every program passes."""
+    """Returns True if a test, or a runner of tests, does more than define names: otherwise every program would pass."""
     defining = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for node in ast.parse(code).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]

@@ -29,7 +29,7 @@ RewardFn = Callable[[str, str, Columns], Reward]
 
 
 class InvalidReward(Exception):
-    """A function can't be called with what a problem has, or returned what is no reward; the text is for its author."""
+    """A function can't be called with a problem's columns, or its result is no reward; the text is for its author."""
 
 
 def number(value: Any) -> float:

@@ -1,8 +1,8 @@
 """Reward of a judge: a model behind an OpenAI-compatible endpoint scores the response.
 
-Each verifier worker sends one request at a time, so `reward.workers` bounds the requests under way. Answers are kept in
-a file in the work directory, so that a resumed run and a response drawn twice get the same score. Neither this file nor
-any message contains the API key.
+Each verifier worker sends one request at a time, so `reward.workers` limits the concurrent requests. Answers are kept
+in a file in the work directory, so that a resumed run and a response drawn twice get the same score. Neither this file
+nor any message contains the API key.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class JudgeFailed(Exception):
 
 
 class _Temporary(Exception):
-    """Failure that a later request may not have; `wait_s` is what the endpoint asks for, or 0."""
+    """Failure that may pass; `wait_s` are the seconds that the endpoint asks to wait, or 0."""
 
     def __init__(self, text: str, wait_s: float = 0.0):
         super().__init__(text)
@@ -186,9 +186,9 @@ class _Endpoint:
 class Judge:
     """Grader that asks a judge, for a verifier worker; `close` ends its connections.
 
-    `settings` are the fields of the configuration's section `judge`, but of a template its text ("": `TEMPLATE`). The
-    template gets problem, response, answer, the other columns of the problem, and lowest and highest; a column with one
-    of the other names is not seen. `cache` is the file of the answers, `time_limit_s` of one grading with all requests.
+    `settings` are the fields of the configuration's section `judge`; `template` is the text itself ("": `TEMPLATE`).
+    The template gets the columns of the problem, and response, answer, lowest and highest, which hide columns with
+    these names. `cache` is the file of the answers, `time_limit_s` the limit of one grading with all its requests.
     """
 
     def __init__(self, settings: Mapping[str, Any], *, cache: str | None, time_limit_s: float):

@@ -76,7 +76,7 @@ def split(path: str) -> list[tuple[str, float]]:
 
 
 def files_hash(path: str) -> str:
-    """Returns a hash of the files in `reward.path`, "" for none: a function that was edited is another one."""
+    """Returns a hash of the files in `reward.path`, which every edit changes; "" for none."""
     texts = [pathlib.Path(reference.rpartition(":")[0]).read_bytes() for reference, _ in split(path)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16] if texts else ""
 
@@ -101,7 +101,7 @@ def settings_hash(path: str, judge: str) -> str:
 
 
 def source_text(grade_fn: GradeFn) -> str:
-    """Returns the source of a function, by which a resumed run knows it again; its name where Python has no source."""
+    """Returns the source of a function, by which a resumed run recognises it; its name where Python has no source."""
     try:
         return inspect.getsource(grade_fn)
     except (OSError, TypeError):  # typed at the prompt of `python`, written in C, or a callable object

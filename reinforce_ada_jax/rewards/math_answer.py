@@ -1,8 +1,8 @@
 r"""Verifier for mathematics: the last `\boxed{...}` of a response against the reference answer.
 
-Math-Verify compares the answers; text that it misreads is rewritten first (`normalized`, `_decimals`). Time and memory
-limits do not live here: Math-Verify can run for hours on a tower of powers and crash in C, so `grade` belongs in the
-processes of `rewards.workers`.
+Math-Verify compares the answers; text that it misreads is rewritten first (`normalized`, `_decimals`). This module has
+no limits of time and memory: Math-Verify can run for hours on a tower of powers and crash in C, so `grade` belongs in
+the processes of `rewards.workers`.
 """
 
 import functools
@@ -32,7 +32,7 @@ _WORD_AS_INDEX = re.compile(
     r"|(\{\s*)?\\(arg|det|dim|exp|gcd|inf|lim|max|min|sup)(?![A-Za-z])\s*(?(2)\}))"
 )
 _CONSTANT_WITH_INDEX = re.compile(r"(?<![A-Za-z\\])([EeI])_\s*(?:\{\s*([A-Za-z0-9, ]+?)\s*\}|([A-Za-z0-9]))")
-# Letters that no constant has, for those that one has; the index keeps the old one, so that nothing coincides.
+# Replacements for letters of constants; the index keeps the old letter, so that different names stay different.
 _FREE_LETTERS = {"E": r"\zeta", "e": r"\eta", "I": r"\xi"}
 _DECIMAL = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?\.\d+")
 _ASSIGNED_TO = re.compile(r"\\?[A-Za-z]\w*\s*(?:=|\\approx|≈)")
@@ -79,7 +79,7 @@ def warm_up() -> None:
 
 
 def normalized(text: str) -> str:
-    r"""Returns `text` as Math-Verify reads it correctly. The rules are general; each fixes something that it misreads.
+    r"""Returns `text` in a form that Math-Verify reads correctly; each rule fixes a general misreading.
 
     - White space, the backslash of a control space, a tie and a full stop are removed at the end: `185\ ` is 185, `5~`
       and `5.` are 5. An ellipsis and the empty delimiter `\right.` stay.
@@ -107,8 +107,8 @@ def _decimals(prediction: str, answer: str) -> int:
     if not decimals or _DECIMAL.search(answer) or not _NUMBERS_ONLY.fullmatch(rest):
         return FLOAT_DECIMALS
     longest = max(len(decimal.rpartition(".")[2]) for decimal in decimals)
-    # All numbers are rounded alike, so those that decide the place are held to the rule, each of them: 1234.5 beside
-    # 0.3 would make 0.3 right for 1/3. A number with fewer decimals is compared beyond its last one.
+    # All numbers are rounded to the same place, so each number that decides the place must obey the rule: otherwise
+    # 1234.5 next to 0.3 would make 0.3 right for 1/3. A number with fewer decimals is compared beyond its last one.
     deciding = [decimal for decimal in decimals if len(decimal.rpartition(".")[2]) == longest]
     significant = [len(decimal.replace(",", "").replace(".", "").lstrip("0")) for decimal in deciding]
     return FLOAT_DECIMALS if min(significant) < MIN_ROUNDED_DIGITS else min(longest, FLOAT_DECIMALS)

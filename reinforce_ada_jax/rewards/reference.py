@@ -1,8 +1,8 @@
 r"""Graders with the rules of the published program: its training verifier, and its evaluation of boxed answers.
 
-Use them to set figures beside the paper's. `math_answer` reads more answers correctly: these rules reject 0.6667 for
-2/3, 1.414 for the square root of 2, and 3.142 for pi. Source: RLHFlow/Reinforce-Ada, whose behaviour is on
-record in tests/golden/reference/grading.jsonl. Its rule for Minerva Math is in `reference_minerva`.
+Use them to compare scores with the paper's. `math_answer` reads more answers correctly: these rules reject 0.6667 for
+2/3, 1.414 for the square root of 2, and 3.142 for pi. Source: RLHFlow/Reinforce-Ada, whose behaviour is on record in
+tests/golden/reference/grading.jsonl. Its rule for Minerva Math is in `reference_minerva`.
 """
 
 import itertools
@@ -20,7 +20,7 @@ _BOX_WITHOUT_BRACES = re.compile(r"\\boxed\s+([a-zA-Z0-9]+)")
 
 
 def up_to_closing_brace(text: str) -> str | None:
-    """Returns the text before the brace that closes the one in front of it; None if there is none."""
+    """Returns the text up to the closing brace of a group that it begins inside; None if there is none."""
     depth = 1
     for brace in re.finditer("[{}]", text):
         depth += 1 if brace.group() == "{" else -1

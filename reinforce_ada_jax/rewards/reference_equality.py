@@ -105,12 +105,12 @@ def _read(text: str) -> Any:
 
 
 def _expression(read: Any) -> Any:
-    """Returns what sympy's functions make of their arguments: of a text, which neither parser read, an expression."""
+    """Returns an expression, as sympy's functions convert arguments: a text that neither parser read is parsed."""
     return _parse_python(read, caret_is_power=True) if isinstance(read, str) else read
 
 
 def _holds(test: Callable[[], Any]) -> bool:
-    """Returns the truth of a test that may fail in any way: it then says nothing, as in the program."""
+    """Returns the result of a test; False if it raises anything, as in the program."""
     try:
         return bool(test())
     except Exception:
@@ -178,7 +178,7 @@ def _equal_matrices(prediction: str, answer: str) -> bool:
 
 
 def _equal_equations(prediction: str, answer: str) -> bool:
-    """Returns True for equations with the same difference of sides, and for `x = 5` beside 5."""
+    """Returns True for equations with the same difference of sides, and for `x = 5` and 5."""
     sides, others = prediction.split("="), answer.split("=")
     if len(sides) == len(others) == 2:
         (left, right), (other_left, other_right) = (map(str.strip, both) for both in (sides, others))
@@ -202,7 +202,7 @@ def equal(prediction: str, answer: str) -> bool:
         return False
     prediction, answer = prediction.strip(), answer.strip()
     if "pmatrix" in prediction and "pmatrix" not in answer:
-        # A set beside a matrix becomes one; the backslash is one only, so that its rows are not told apart.
+        # A set that is compared with a matrix becomes one; its single backslashes do not separate rows.
         sets = (found.strip("{}").replace(",", "\\") for found in re.findall(r"\{.*,.*\}", answer))
         answer = ", ".join(rf"\begin{{pmatrix}}{each}\end{{pmatrix}}" for each in sets)
     first, second = _without_brackets(prediction, answer)

@@ -126,7 +126,7 @@ def stated(response: str) -> str:
 def grade(response: str, answer: str) -> Verdict:
     """Returns reward 1 where the published program's Minerva rule does: what is `stated` equals `answer`.
 
-    Reasons: "no_answer" (nothing is stated, and nothing is not right), "too_long" (more than `MAX_BOXED_LENGTH`
+    Reasons: "no_answer" (no answer is stated, and an empty one is wrong), "too_long" (more than `MAX_BOXED_LENGTH`
     characters are, which the program does not limit).
     """
     text = stated(response)

@@ -1,6 +1,7 @@
 """Verifier processes: many gradings at a time, each under a wall-clock limit that nothing can outlast.
 
-The processes are those of `isolation.workers`, and run `rewards.worker`. Math-Verify even raises off the main thread.
+The processes are those of `isolation.workers`, and run `rewards.worker`. Math-Verify raises an error outside of a main
+thread.
 """
 
 import contextlib
