@@ -21,7 +21,7 @@ Message = dict[str, str]
 
 
 class Invalid(Exception):
-    """An environment returned what none may return."""
+    """An environment returned a value that is not allowed."""
 
 
 def _shown(value: Any) -> str:

@@ -90,7 +90,7 @@ class Environment:
 
     def __del__(self):
         if hasattr(self, "_running"):
-            self._running.cancel()  # an episode that was given up ends while the loop runs for others
+            self._running.cancel()  # an abandoned episode ends while the loop runs for others
 
     def _advance(self) -> Any:
         """Runs the episode to its next request, whose messages are returned, or to its end: the reward."""
@@ -220,7 +220,7 @@ class _Episode:
         self.trace: Any = None
 
     async def ask(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Hands a request over, and returns the turn that answers it."""
+        """Gives a request to `step`, and returns the turn that answers it."""
         if self.asked.done():
             raise Invalid("the environment asks for two turns at the same time")
         self.turn = self.host.loop.create_future()

@@ -58,8 +58,8 @@ class Agent(vf.Agent):
         self, name: str, config: "vf.AgentConfig", interception: Any, chat: "Chat", begin: Callable[..., None]
     ):
         """`begin` gets the trace of a rollout before it begins."""
-        # Another harness is a program. What the model said can't be said again. And a clock would count the model's
-        # time, in which a run may update its weights, or be away.
+        # Another harness is a program. A turn of the model can't be repeated, so there are no retries. A clock would
+        # count the model's time, in which a run may update its weights, or be interrupted.
         timeout = config.timeout.model_copy(update={"rollout": _NEVER_S})
         update = {
             "harness": chat.config,

@@ -74,7 +74,7 @@ class Worker:
         return {"messages": reply}
 
     def _step(self, request: dict[str, Any]) -> Any:
-        """Answers the newest turn; a process that has not the episode repeats the earlier ones."""
+        """Answers the newest turn; a process without the episode repeats the earlier ones."""
         key = request["key"]
         if request["repeat"]:
             self._episodes[key] = Episode(self._class, request["problem"], request["address"])

@@ -1,4 +1,4 @@
-"""Pool of environment processes: episodes that are stepped beside decoding, each step under a wall-clock limit.
+"""Pool of environment processes: episodes take steps during decoding, each step under a wall-clock limit.
 
 Each worker of `isolation.workers` runs `environments.worker`, and has many episodes. One that hangs ends its process.
 The other episodes of this process are made again in the next one: their turns are repeated there, and must be answered
@@ -75,7 +75,7 @@ class EnvironmentPool:
     def __init__(self, reference: str, workers: int, timeout_s: float, output: pathlib.Path | None = None):
         self._timeout_s = timeout_s
         self.tools: tuple[dict[str, Any], ...] = ()  # descriptions of those that the class has, after `check`
-        self.failure = ""  # the first one of an environment since this was last emptied
+        self.failure = ""  # the first failure since this was last set to ""
         self.program = Program(  # its output may be changed between requests
             module="reinforce_ada_jax.environments.worker",
             arguments=[str(timeout_s), reference],
