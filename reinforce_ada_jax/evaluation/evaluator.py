@@ -1,6 +1,6 @@
 """Evaluation of a policy on benchmarks while it trains: avg@k, pass@k and all-correct@k, without keeping responses.
 
-`stored_evaluation` is the command's, which keeps every response.
+The command uses `stored_evaluation`, which keeps every response.
 """
 
 import dataclasses

@@ -108,7 +108,7 @@ def fill(
     saved: str,
     name: str = "",
 ) -> None:
-    """Draws the prompts that an open store lacks with `draw`; a signal to any process ends all.
+    """Draws the prompts that an open store lacks with `draw_fn`; a signal to any process ends all.
 
     `saved` says where the responses are after a signal; `name` precedes their number in the progress line.
     """
@@ -139,7 +139,7 @@ def check_graded(
 
 
 def compile_early(engine: Engine, prompts: Sequence[Prompt]) -> tuple[EarlyCompilation, Ready]:
-    """Begins to compile what drawing runs, nothing without prompts; returns the compilation, and how to wait for it."""
+    """Begins to compile the programs of drawing, if there are prompts; returns the compilation, and its `Ready`."""
     compilation = EarlyCompilation()
     return compilation, compilation.add(engine.programs() if prompts else {})
 
@@ -153,7 +153,7 @@ def from_policy(
     components: Components,
     verify_fn: VerifyFn,
 ) -> Callable[..., GradedResponses]:
-    """Returns `draw` from a policy: of its arguments prompts, samples, store and on_progress remain.
+    """Returns `draw` bound to a policy; its arguments prompts, samples, store and on_progress remain.
 
     `settings` is the section with temperature, top_k, top_p and the length limit; `stream` the first word of the
     addresses of all samples. Where responses are trajectories, their environment grades, and not `verify_fn`.

@@ -78,7 +78,7 @@ class Comparison:
     differences: tuple[str, ...] = ()  # from the settings of the paper's run of the same model and strategy
 
 
-# Values of the settings that decide what is climbed, by strategy; each may also be left to its default.
+# Values of the settings that decide the objective, by strategy; each may also be left to its default.
 _ADAPTIVE: dict[str, tuple[object, ...]] = {
     "collection.samples_per_round": (8,),
     "collection.max_rounds": (4,),

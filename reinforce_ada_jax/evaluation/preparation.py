@@ -113,8 +113,8 @@ class OutputFiles:
 def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
     """Returns the problems without those whose text came before, whatever their answers.
 
-    Texts are compared in Unicode's composed form, with each run of white space as one space. Case counts. Of a problem
-    with messages all are compared, but the system's.
+    Texts are compared in Unicode's composed form, with each run of white space as one space. Case counts. For a problem
+    with messages, all but the system's are compared.
     """
     firsts: dict[str, Problem] = {}
     for problem in problems:
@@ -252,7 +252,7 @@ def _write(
 ) -> None:
     """Chooses the problems in the band, and writes the prompts and the manifest.
 
-    `correct` has the problems that were drawn for, by id; `counts` those read and left out before, by reason.
+    `correct` has the number of correct draws by problem id, `counts` the numbers of problems read and left out before.
     """
     drawn = store.header["drawn"]
     samples, source = drawn["samples"], config.data.prompts
@@ -344,9 +344,9 @@ def prepare(
 ) -> None:
     """Writes the problems of `source` whose pass rates are in (pass_rates[0], pass_rates[1]].
 
-    Problems are left out if they came before, are too long, or have a reference that fails its own verification. Of
-    the others `samples` responses are drawn, at addresses that no iteration of a training has. With `dry_run` the
-    input is checked and described, and nothing is written.
+    Problems are left out if they came before, are too long, or have a reference that fails its own verification. For
+    each of the others `samples` responses are drawn, at addresses that no iteration of a training has. With `dry_run`
+    the input is checked and described, and nothing is written.
     """
     with cli.user_input():
         band = Band(*pass_rates)

@@ -107,7 +107,7 @@ def graded_by(config: Config, grader: str, prompts: Sequence[Prompt]) -> dict[st
 
 
 def _settings_of(config: Config, kind: str) -> dict[str, Any]:
-    """Returns the section of a built-in reward, if it has one; of a template its text."""
+    """Returns the section of a built-in reward, if it has one, with the text of a template."""
     if kind == "code":
         return {"code": dataclasses.asdict(config.code)}
     if kind == "judge":
@@ -280,7 +280,7 @@ class ResponseStore:
         self._stream.flush()
 
     def finish(self, prompts: Iterable[Prompt]) -> None:
-        """Brings the responses into the order of the prompts and their draws; nothing is added after it.
+        """Sorts the responses by prompt and draw; nothing may be added afterwards.
 
         The parts of other processes are removed. Every process must call it.
         """

@@ -60,7 +60,7 @@ class PolicySource:
         return fingerprints.recorded(self.workdir, iteration)
 
     def load(self, config: Config, components: Components, iteration: int) -> Params:
-        """Weights of an iteration, in the precision they are computed with."""
+        """Returns the weights of an iteration, in `model.compute_dtype`."""
         if self.workdir is None:
             return components_lib.load_params(config, components, config.model.compute_dtype)
         return trained.read_policy(self.workdir, config, components, iteration)
