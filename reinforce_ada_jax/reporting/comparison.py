@@ -29,7 +29,7 @@ class Comparison:
     updates: Sequence[int]  # after which an evaluation was made
     cost_names: Sequence[str]
     runs: Sequence[ComparedRun]
-    sentence: str  # on the last run beside the first; "" for one run, and before both were evaluated while training
+    sentence: str  # compares the last run with the first; "" for one run, and before both were evaluated while training
 
     def text(self) -> str:
         header = [self.title, *map(str, self.updates), "updates", *self.cost_names]
@@ -50,9 +50,9 @@ def _costs(history: History) -> list[str]:
 
 
 def _sentence(first: History, second: History, benchmark: str) -> str:
-    """Returns what the second run gained per update, and the tokens that it generated.
+    """Returns a sentence that compares two runs after equal updates, and at equal numbers of generated tokens.
 
-    Averages are those of evaluations. One between two evaluations is marked: at equal tokens at most one run has one.
+    An average between two evaluations is interpolated, and marked: at equal tokens at most one run was not evaluated.
     """
     accuracies = [history.evaluations[benchmark] for history in (first, second)]
     last = max(set(accuracies[0].updates.tolist()) & set(accuracies[1].updates.tolist()), default=0.0)

@@ -93,7 +93,7 @@ class FollowedRun:
         return known | {"log": "\n".join(lines[-LOG_LINES:])}
 
     def news(self, known: Known) -> tuple[dict[str, Any], SampledResponses]:
-        """Returns the run, and its responses, for a reader with what is `known`."""
+        """Returns the parts of the run, and its responses, that a page with `known` lacks."""
         generation, count, seen = known
         if generation != self._generation or not 0 <= count <= len(self._lines) + 1:
             count = seen = 0
@@ -140,9 +140,10 @@ class FollowedRuns:
         return page.render({"live": True, "runs": runs})
 
     def news(self, known: Sequence[Known], version: int) -> dict[str, Any]:
-        """Returns what a page lacks that has what is `known` of each run, and this version of the tables.
+        """Returns the parts of each run, and the tables, that a page does not have yet.
 
-        A page that knows nothing, or another number of runs, gets everything.
+        `known` is what the page has of each run, `version` that of its tables. A page with another number of runs gets
+        everything.
         """
         if len(known) != len(self.runs):
             known, version = [NOTHING] * len(self.runs), -1

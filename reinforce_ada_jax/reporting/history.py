@@ -14,7 +14,7 @@ from reinforce_ada_jax.reporting.writers import Metrics, read_metrics
 
 # Seconds that are already counted: parts of collecting, and work done at the same time.
 WITHIN_COLLECTING = ("time/host_between_windows_s", "time/reshard_s", "time/verify_s")
-# Of a run that collects while it updates, the collection is not time of its own: only the wait for it is.
+# If a run collects while it updates, only the wait for the collection takes time of its own.
 COLLECTING, WAITING = "time/collect_s", "time/wait_s"
 NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"

@@ -29,7 +29,7 @@ QUERY = re.compile(r"runs=([-\d:,]*)&version=(-?\d{1,9})", re.ASCII)
 KNOWN = re.compile(r"(-?\d{1,9}):(\d{1,9}):(\d{1,9})", re.ASCII)
 MOST_CONNECTIONS = 32
 TIMEOUT_S = 10
-COMPRESSED = 20_000  # bytes of an answer that is worth it
+COMPRESSED = 20_000  # bytes; larger answers are compressed
 NICE = 10  # a page may be late, training must not be
 
 
@@ -40,7 +40,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         server = cast(_Server, self.server)
         server.request_arrived(self.connection)
         path, _, query = self.path.partition("?")
-        # A page of another site whose name was made to point here: it would read the runs of the user.
+        # Another site could make its own name point here, and read the runs of the user.
         if server.local and not LOCAL_HOST.fullmatch(self.headers.get("Host", "")):
             self._answer(403, "text/plain", "The host of this page is localhost.")
         elif path == "/":
@@ -131,7 +131,7 @@ class _Server(http.server.ThreadingHTTPServer):
                 timer.cancel()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of a browser that has gone, or is too slow."""
+        """Is silent about a browser that has left, or is too slow."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

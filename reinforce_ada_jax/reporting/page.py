@@ -179,10 +179,10 @@ def data(
 
 
 def render(content: dict[str, Any]) -> str:
-    """Returns the page of `data`, or of a live page: it alone may ask where it comes from."""
+    """Returns the page with this content; only a live page may make requests, to its own server."""
     program = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in PROGRAM)
     digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
-    # Only what is below is put in; the program inserts all text of runs.
+    # The template gets only these values; the page's program inserts all text of runs.
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(ASSETS), undefined=jinja2.StrictUndefined)
     return environment.get_template("index.html").render(
         data=embedded(content),

@@ -43,8 +43,8 @@ class MetricsWriter:
     def __init__(self, workdir: pathlib.Path, *, last_iteration: int, trackers: str = "", quiet: bool = False):
         """Opens the files for the iterations after `last_iteration`, and removes later lines of a run that was killed.
 
-        `lacking` is then the number of iterations up to it that have no line. `trackers` is as `logging.trackers`, and
-        `quiet` ones print nothing.
+        `lacking` is then the number of iterations up to it that have no line. `trackers` is as `logging.trackers`; with
+        `quiet` they print nothing.
         """
         self._file, self._quiet = workdir / "metrics.jsonl", quiet
         lines = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
