@@ -53,12 +53,12 @@ def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[repo
         return gpu_devices(topology)
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("compiling for a TPU needs its compiler, which any machine can run: pip install libtpu.")
-    # The compiler asks where it runs: first a metadata server, which hangs outside Google's cloud, and then these, of
-    # which it complains where they are missing. What they say changes nothing: the topology is named.
+    # The compiler asks where it runs: first a metadata server, which hangs outside Google's cloud, and then these
+    # variables, with a warning if they are missing. Their values change nothing: the topology is named.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # No chip is touched: several may compile at a time, and beside a run that has the chips.
+    # No chip is touched, so several processes may compile at a time, also during a run that has the chips.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")  # leave a TPU of this machine to its users
     shape = {"chips_per_host_bounds": ONE_HOST[topology]} if topology in ONE_HOST else {}
@@ -113,6 +113,6 @@ def resident_result(run: AbstractRun, chip: Chip) -> ProgramResult:
 
 
 def _needed_bytes(message: str) -> int | None:
-    """The HBM that a CompileTimeHbmOom message names: "... (27.14G) exceeds available HBM (15.75G)"."""
+    """Returns the HBM that a CompileTimeHbmOom message names: "... (27.14G) exceeds available HBM (15.75G)"."""
     found = re.search(r"\(([\d.]+)([KMG])\) exceeds available HBM", message)
     return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[found[2]]) if found else None

@@ -45,7 +45,7 @@ MEMORY_SHARE = 0.75
 
 
 def _description(gpu: Gpu) -> str:
-    """Text of XLA's `GpuTargetConfigProto`; versions are those of the packages of jax 0.10 and 0.11."""
+    """Returns the text of XLA's `GpuTargetConfigProto`; versions are those of the packages of jax 0.10 and 0.11."""
     major, minor = gpu.capability
     return f"""
 gpu_device_info {{

@@ -73,7 +73,7 @@ def statistics(
 
 
 def packed_share(config: Config, means: Statistics) -> float:
-    """Least number of update rows per response; 1 where none share a row."""
+    """Returns the least number of update rows per response; 1 where none share a row."""
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     useful = (means.prompt_tokens + means.response_tokens) / row_tokens
     return min(1.0, max(useful, 1 / config.learning.responses_per_row))

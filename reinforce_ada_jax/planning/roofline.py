@@ -1,10 +1,10 @@
 """FLOPs and bytes that a run's programs need at least, and the seconds that a chip needs for them.
 
-Arithmetic only; nothing is compiled here. FLOPs are those of products with weights and of causal attention, without
-padding's exceptions and without what a backward pass computes again. Bytes are weights, cache and optimiser state, each
-as seldom as possible. Activations, transfers between chips and the start of kernels come in addition, so the least time
-is a lower bound. XLA's `cost_analysis` can't replace these counts: it counts the body of a loop once and sees nothing
-inside Pallas kernels.
+Arithmetic only; nothing is compiled here. FLOPs are those of products with weights and of causal attention, with
+padding, but without what a backward pass computes again. Bytes are weights, cache and optimiser state, each read or
+written as few times as possible. Activations, transfers between chips and the start of kernels come in addition, so the
+least time is a lower bound. XLA's `cost_analysis` can't replace these counts: it counts the body of a loop once and
+sees nothing inside Pallas kernels.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class ProgramCost:
     bytes: float | int
 
     def __add__(self, other: "ProgramCost") -> "ProgramCost":
-        """Returns both, one after the other."""
+        """Returns the cost of both, one after the other."""
         return ProgramCost(self.flops + other.flops, self.bytes + other.bytes)
 
 
@@ -76,7 +76,7 @@ class BatchLayout:
 
 
 def layer_weights(a: Architecture) -> int:
-    """Weights of one layer's matrices."""
+    """Returns the number of weights in one layer's matrices."""
     return a.hidden_size * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * a.ffn_size)
 
 
@@ -85,7 +85,7 @@ def _weight_itemsize(dtype: str, weight_dtype: str) -> int:
 
 
 def decode_weight_bytes(a: Architecture, dtype: str, weight_dtype: str = "model") -> int:
-    """Weights that a decode step reads: all but an embedding that isn't also the output head (one row per slot).
+    """Returns the bytes of weights that a decode step reads: all but an embedding that isn't also the output head.
 
     The scales, norms and biases of weights in int8 are counted as a byte for each number; they are 0.1 % of them.
     """
@@ -112,11 +112,11 @@ def _adapter_weights(a: Architecture, o: EngineOptions) -> int:
 
 
 def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: float | int) -> ProgramCost:
-    """Cost of one token for every slot, on each of `tensor` devices.
+    """Returns the cost of one token for every slot, on each of `tensor` devices.
 
     2 FLOPs per weight and slot, 4 N H per layer for each token that a slot sees (q k and p v). Every weight is read
-    once, and the slots' live cache. Adapters beside them are read like weights; one half of each isn't split over
-    `tensor`, and is counted as if it were.
+    once, and the slots' live cache. Adapters that are kept apart are read like weights; one half of each isn't split
+    over `tensor`, and is counted as if it were.
     """
     adapters = _adapter_weights(a, o)
     matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size + adapters
@@ -127,9 +127,9 @@ def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: fl
 
 
 def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens: float | int) -> ProgramCost:
-    """Cost of `prefill_tokens` tokens of prompts of `prompt_tokens`, on each of `tensor` devices.
+    """Returns the cost of `prefill_tokens` tokens of prompts of `prompt_tokens`, on each of `tensor` devices.
 
-    As `decode_step`, without the head; each token meets all those of its prompt, seen or not.
+    It is counted as in `decode_step`, without the head; each token counts with all tokens of its prompt.
     """
     matrices, adapters = a.num_layers * layer_weights(a), _adapter_weights(a, o)
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * prompt_tokens
@@ -143,11 +143,11 @@ def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens:
 
 
 def learner_call(a: Architecture, b: BatchLayout, *, update: bool) -> ProgramCost:
-    """Cost of a scoring pass over a minibatch, or of the summed gradients of an update, on each device.
+    """Returns the cost of a scoring pass over a minibatch, or of the summed gradients of an update, on each device.
 
-    A pass has 2 FLOPs per weight and position, for the head only at the positions that predict a response token, and
-    2 N H T^2 per layer for attention, which is causal. Gradients need two passes more, but one of weights under
-    adapters, which have no gradient. Every pass of a micro-batch reads its weights, whole along `fsdp`.
+    A pass has 2 FLOPs per weight and position, for the head only at the positions that predict a response token, and 2
+    N H T^2 per layer for attention, which is causal. Gradients need two more passes; for weights under adapters, which
+    have no gradient, one more. Every pass of a micro-batch reads its weights, whole along `fsdp`.
     """
     passes = 3 if update else 1
     of_frozen = passes - (update and b.adapter_weights > 0)
@@ -161,7 +161,7 @@ def learner_call(a: Architecture, b: BatchLayout, *, update: bool) -> ProgramCos
 
 
 def optimizer_call(a: Architecture, b: BatchLayout) -> ProgramCost:
-    """Cost of the optimiser's step, on each device; its FLOPs are not those of products.
+    """Returns the cost of the optimiser's step, on each device; its FLOPs are not counted.
 
     It reads gradients, and reads and writes weights and both moments, all float32.
     """
