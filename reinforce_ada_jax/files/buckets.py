@@ -129,7 +129,7 @@ def move(folder: AnyPath, target: AnyPath) -> None:
 
 
 def remove(folder: AnyPath) -> None:
-    """Removes a folder with all that is in it, as far as that goes."""
+    """Removes a folder and its contents; errors are ignored."""
     if is_bucket(folder):
         with contextlib.suppress(OSError), reachable(folder):
             file_system().rm(str(folder), recursive=True)
@@ -144,7 +144,7 @@ def cache_folder(name: str) -> pathlib.Path:
 
 
 def objects(folder: str) -> dict[str, Mapping[str, Any]]:
-    """Returns the objects of a folder, or the one object itself, with what the bucket says of each.
+    """Returns the objects of a folder, or the one object itself, with the bucket's information on each.
 
     The keys are names relative to the folder; "" for the object that `folder` itself names. A name that would not lie
     in the copy of the folder is a BucketError.
@@ -203,7 +203,7 @@ def upload(files: Mapping[pathlib.Path, str]) -> None:
 
 @contextlib.contextmanager
 def output(target: Named, *, new: bool = False) -> Iterator[pathlib.Path]:
-    """Gives the path to write a file or a folder to, and uploads it at the end if `target` is in a bucket.
+    """Yields the path to write a file or a folder to, and uploads it at the end if `target` is in a bucket.
 
     After an error nothing is uploaded. A `new` target may not be there already.
     """

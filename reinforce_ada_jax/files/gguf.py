@@ -145,7 +145,7 @@ def _parsed(content: mmap.mmap) -> Header:
 
 
 def read(file: pathlib.Path) -> Header:
-    """Returns the header of a GGUF file; a ValueError says what is wrong with one that no model has."""
+    """Returns the header of a GGUF file; ValueError says what is wrong with a damaged one."""
     if not model_files.is_present(file, None):
         raise ValueError(f"{file} is missing: name a GGUF file or a Hugging Face folder.")
     try:

@@ -1,8 +1,8 @@
 """A lease: an object of a bucket that one process at a time holds. Locks of files don't guard two machines.
 
-The holder writes the object again every few seconds, on the condition that it is the one that it wrote before. Buckets
-check such a condition with the write, so of two processes one fails. No clocks are compared: a lease is stale if its
-object does not change while another process watches it.
+The holder writes the object again every few seconds, on the condition that the object is still its own. Buckets check
+such a condition with the write, so of two processes one fails. No clocks are compared: a lease is stale if its object
+does not change while another process watches it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class LostError(buckets.BucketError):
 
 
 def _machine() -> str:
-    """Returns what identifies the process ids that this process sees: the start of the machine, and the container."""
+    """Returns an identifier of the process table that this process sees: the boot of the machine, and the container."""
     try:
         return f"{_BOOT.read_text(encoding='utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -1,8 +1,8 @@
-"""A folder of a bucket as a folder of this machine, and what is written there brought back to the bucket.
+"""A folder of a bucket as a folder of this machine, whose changes are uploaded to the bucket.
 
 Programs append to their files (metrics.jsonl, TensorBoard's events, stored responses), and objects can't be appended
 to. So a changed file is uploaded as a whole, at the latest after UPLOAD_S seconds, and a reader of the bucket sees the
-run while it goes on. Where uploads take long, they are as rare as to take a tenth of the time.
+run while it goes on. Slow uploads are made less often, so that they take at most a tenth of the time.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ class LocalCopy:
 def opened(
     folder: str | pathlib.Path, name: str = "--workdir", wanted: Callable[[str], bool] = _is_wanted
 ) -> Iterator[tuple[pathlib.Path, LocalCopy | None]]:
-    """Gives (folder of this machine, its copy); a folder that is on this machine already has none.
+    """Yields (folder of this machine, its copy); a folder that is already on this machine has no copy.
 
     `name` is the flag, for messages. A bucket that can't be read is a ValueError, one that can't be written at the end
     a BucketError.
