@@ -124,9 +124,9 @@ def serve(
 
     Args:
       descriptor: of the socket.
-      load: returns what the parent is told beside {"ready": true}, and the function that answers. Where it fails, the
-        parent gets the error in `one_line`, with its traceback.
-      limit_s: returns the time in which the parent kills this process if a request has no answer.
+      load: returns what the parent is told in addition to {"ready": true}, and the function that answers. Where it
+        fails, the parent gets the error in `one_line`, with its traceback.
+      limit_s: returns the time after which the parent kills this process if a request has no answer.
     """
     process_tree.supervise(descriptor)
     confine(ADDRESS_SPACE_BYTES)

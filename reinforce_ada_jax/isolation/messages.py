@@ -15,7 +15,7 @@ _READ_BYTES = 2**16
 
 
 class Malformed(Exception):
-    """A child sent what no child sends."""
+    """A child sent a message that no correct child sends."""
 
 
 def to_line(message: Mapping[str, Any]) -> bytes:

@@ -68,7 +68,7 @@ def _bind(root: str, path: str) -> None:
 
 
 def _of_python() -> list[str]:
-    """Returns the folders of this interpreter and of its environment, beside those of the system."""
+    """Returns the folders of this interpreter and of its environment that are not in those of the system."""
     folders: list[str] = []
     for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix):
         for folder in (os.path.abspath(prefix), os.path.realpath(prefix)):

@@ -13,8 +13,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# Rounds of `kill_descendants`. A process that forks while it is found needs a second round; this many mean that forks
-# outrun the kills, and the process group has to do.
+# Rounds of `kill_descendants`. A process that forks while it is found needs a second round; if this many are not
+# enough, forks are faster than kills, and only the process group is left.
 _MAX_ROUNDS = 100
 SUPPORTED = sys.platform == "linux"
 # Signals by which something outside of the pool ends a worker: the system's out-of-memory killer, or a person.
@@ -74,7 +74,7 @@ def wait_for(child: int) -> int:
 
 
 def supervise(descriptor: int) -> None:
-    """Returns in a new child process, which is the worker; this process ends as the child ends, and kills its rest.
+    """Returns in a new child process, which is the worker; this process ends as the child ends, and kills all others.
 
     `descriptor` is the worker's socket, which this process closes: the end of the worker must be the end of the socket.
     """

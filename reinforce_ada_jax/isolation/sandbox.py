@@ -260,7 +260,7 @@ def _watch(running: Sequence[_Running], limits: Limits, *, with_namespaces: bool
 
 
 def _wait_for_others(running: Sequence[_Running]) -> None:
-    """Waits a moment for the programs beside the first one, and notes how they end."""
+    """Waits a moment for the programs other than the first one, and notes how they end."""
     deadline = time.monotonic() + 1.0
     while (left := [each for each in running if each.code is None]) and time.monotonic() < deadline:
         for each in left:

@@ -25,8 +25,8 @@ START_LIMIT_S = 120.0
 # killed from outside while they start have a limit of their own.
 MAX_FAILED_STARTS = 3
 MAX_KILLED_STARTS = 20
-# Times that a request is asked whose worker is lost for no fault of its own, as it seems (`Lost.is_innocent`). It may
-# have brought the system's out-of-memory killer all the same.
+# Times that a request is asked if it seems not to be the reason why its worker was lost (`Lost.is_innocent`). It may
+# still have caused a kill for lack of memory.
 MAX_TRIES = 4
 _CLOSED = "the workers were closed."
 
@@ -45,8 +45,8 @@ class CannotStart(RuntimeError):
 class Lost(Exception):
     """A worker was lost while it had a request: "timeout" or "crash"; the text says how.
 
-    An innocent request may be asked again: the worker was killed from outside, or it wrote what is no answer, perhaps
-    of what an earlier request has left running.
+    An innocent request may be asked again: the worker was killed from outside, or it wrote something that is no answer,
+    perhaps by code that an earlier request left running.
     """
 
     def __init__(self, reason: str, how: str, *, is_innocent: bool = False):
@@ -144,7 +144,7 @@ class Worker:
         limit_s: float,
         read: Callable[[Mapping[str, Any]], _T],
     ) -> _T:
-        """Returns what `read` makes of the answer to a message; it raises `messages.Malformed` for what is no answer.
+        """Returns `read` of the answer to a message; `read` raises `messages.Malformed` for anything else.
 
         Raises:
           Lost: the process took too long, or ended.
