@@ -65,9 +65,9 @@ class RepeatedMessages(logging.Filter):
 class LimitedProtocol(H11Protocol):
     """A connection whose requests must arrive in time, among a limited number of connections.
 
-    The time of the headers begins with the connection, or with the first byte of a later request, that of a body where
-    the headers end. Where there are too many connections, the oldest one whose request has not arrived is closed: an
-    ordinary client sends its request at once, and so is never the oldest one for long.
+    The time for headers begins with the connection, or with the first byte of a later request. The time for a body
+    begins at the end of the headers. Where there are too many connections, the oldest one whose request has not arrived
+    is closed: an ordinary client sends its request at once, and so is never the oldest one for long.
     """
 
     config: "LimitedConfig"

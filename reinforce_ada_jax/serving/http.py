@@ -111,7 +111,7 @@ def check_json_values(body: bytes, most: int) -> None:
 
 
 def end_process() -> NoReturn:
-    """Ends the process while a program runs on the devices: an ordinary end takes them from its thread, and aborts."""
+    """Ends the process while a program runs on the devices: an ordinary exit takes them from its thread, and aborts."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Text of one response while its tokens come: stops are cut exactly, and tokens keep their share of the text."""
+"""Text of one response while its tokens come: stops are cut exactly, and each token keeps its part of the text."""
 
 import functools
 from collections.abc import Collection, Sequence

@@ -272,7 +272,7 @@ class Sampler:
 
 
 def _watch(request: Request, found: Sampled, ended: bool) -> None:
-    """Passes the tokens that are new; a response that was evicted has fewer for a while, and the same ones."""
+    """Passes new tokens to `watch`; an evicted response has fewer tokens for a while, and then the same ones."""
     assert isinstance(request, _Draw)
     job, index = request.job, request.index
     begin = job.num_watched[index]

@@ -20,8 +20,8 @@ REMEDY = (
     "bring TensorFlow) and `pip install 'reinforce_ada_jax[serve]'`."
 )
 
-# JetStream puts a tokenizer's `bos_id` before every token request. Some models have none, and where there is one the
-# client's tokens have it. `JetStreamEngine.prefill` removes this id again.
+# JetStream puts a tokenizer's `bos_id` before every token request. Some models have none, and if there is one, the
+# client's tokens include it. `JetStreamEngine.prefill` removes this id again.
 NO_TOKEN = -1
 
 

@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 
 
 class Answer:
-    """Answer to one request, of which `call` has the responses."""
+    """Answer to one request; `call` has its responses."""
 
     def __init__(self, asked: CompletionRequest | ChatRequest, call: Call, executor: Executor):
         """`executor` makes what takes too long for the event loop."""

@@ -31,7 +31,7 @@ from reinforce_ada_jax.serving.settings import ServerSettings
 
 # The text of a token is seldom longer: a prompt with more bytes is refused before it is encoded.
 BYTES_PER_TOKEN = 64
-# Of the JSON of a request, such as the tokens of its prompts. The event loop parses them in 0.3 s.
+# Values in the JSON of a request, such as the tokens of its prompts. The event loop parses them in 0.3 s.
 MAX_VALUES = 300_000
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[[Request], Awaitable[Response]]

@@ -1,6 +1,6 @@
 """One request on its way: its responses in the sampler, their texts and scores, and an event for each change.
 
-Everything runs in the event loop but what the sampler and the scorer call, which passes their results on to the loop.
+Everything runs in the event loop, except what the sampler and the scorer call: that passes their results to the loop.
 """
 
 import asyncio

@@ -63,9 +63,9 @@ class Base(Served):
 
 
 def share(waiting: int, num_owners: int) -> int:
-    """Returns how many of `waiting` requests one of those may have who have some: at least one.
+    """Returns how many of `waiting` places one of the owners of requests may use: at least one.
 
-    What waited before others came stays, so all together have at most waiting * (1 + 1/2 + ... + 1/num_owners).
+    Requests that waited before others came stay, so all together have at most waiting * (1 + 1/2 + ... + 1/num_owners).
     """
     return max(1, waiting // num_owners)
 
@@ -303,7 +303,7 @@ class Service:
         return logprobs
 
     def load_adapter(self, base: Base, adapter: str) -> LoadedAdapter:
-        """Returns the adapters of a checkpoint, by its path and the time of it."""
+        """Returns the adapters of a checkpoint, by its path and the time of its creation."""
         path, _, created = adapter.partition("#")
         found = self.store.checkpoint(path)
         if found is None or str(found.created) != created:

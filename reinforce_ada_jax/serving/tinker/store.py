@@ -162,7 +162,7 @@ class Store:
     def end_session(self, session: str, why: str, answer: Result) -> list[str]:
         """Ends a session, its models and its samplers; returns the requests that waited, which get this answer.
 
-        Some could never run: those after one that the client could not send any more.
+        Requests after one that the client can no longer send could never run.
         """
         with self.transaction():
             waiting = self._run(

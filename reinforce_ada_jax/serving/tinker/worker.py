@@ -160,7 +160,7 @@ class Worker:
             return protocol.error_result(f"{type(error).__name__}: {error!s:.500}", protocol.SERVER)
 
     def _wait_for_space(self, request: RequestRow) -> None:
-        """Waits before a request runs again whose result has no room on the disk."""
+        """Waits before a request runs again because the disk had no room for its result."""
         if not self._is_full:
             print(f"warning: {FULL_DISK} Requests wait until then.", file=sys.stderr, flush=True)
         self._is_full = True
@@ -168,7 +168,7 @@ class Worker:
         self._stopping.wait(IDLE_S)
 
     def _forget_gradients(self, model_id: str) -> None:
-        """Restores a model whose summed gradients a failure may have left half used."""
+        """Restores a model after a failure, which may have used its summed gradients in part."""
         row = self.store.model(model_id)
         if row is not None and row.ended is None and self.models.pop(model_id, None) is not None:
             self._restore(row)
