@@ -36,8 +36,8 @@ class Prompt:
       pass_rate: an estimate made beforehand by `prepare`, in [0, 1], or None.
       labels: further fields of its source ("subject", "level", ...), for tables.
       messages: role and content of each message, where the source has messages; `tokens` are made of them.
-      columns: every column of its row, by the names of the source, for rewards; no checkpoint has them. Of the hashes
-        only that of the tests of programs does.
+      columns: every column of its row, by the names of the source, for rewards. No checkpoint has them; only the hash
+        of a program's tests is compared at a resume.
     """
 
     id: str
@@ -86,8 +86,8 @@ class Response:
         temperature, untruncated; 0 at tokens of the environment.
       truncated: the length limit ended it, not a stop token.
       policy_version: of the weights that drew all of its tokens: the number of iterations finished by then.
-      segments: of a trajectory: lengths of its parts, by turns the model's and the environment's; the first and the
-        last are the model's. Empty: the model sampled all tokens.
+      segments: lengths of a trajectory's parts, alternately the model's and the environment's; the first and the last
+        are the model's. Empty: the model sampled all tokens.
     """
 
     prompt_id: str
@@ -139,7 +139,7 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        """True if nothing was graded: the reward 0 is none, and `counted_rewards` replaces it."""
+        """True if nothing was graded: the reward 0 is then no grade, and `counted_rewards` replaces it."""
         return self.reason in (*FAILURES, TRUNCATED, MAX_TURNS) and bool(self.reward == 0.0)
 
 
@@ -162,7 +162,7 @@ class ScoreNoise(NamedTuple):
     wrong: float  # of the score of a wrong one
 
 
-# Of scores that differ far more between responses than between verdicts, correct ones as much as wrong ones.
+# Noise of scores that differ far more between responses than between verdicts, equal for correct and wrong ones.
 EQUAL_NOISE = ScoreNoise(1.0, 1.0, 1.0)
 
 
@@ -217,7 +217,7 @@ class PartialRollouts:
     """Rollouts that one iteration drew for a prompt of the next one (`Request.prefetch`)."""
 
     responses: tuple[Response | None, ...]  # by draw of the started rounds; None: missing
-    verdicts: tuple[Verdict, ...]  # of the finished rounds; one round at most lacks them, but in `ungraded` rollouts
+    verdicts: tuple[Verdict, ...]  # of the finished rounds; at most one round lacks them, except in `ungraded` rollouts
     rounds: int  # finished rounds
     round_sizes: tuple[int, ...] = ()  # draws of each started round, in order
 
@@ -230,7 +230,7 @@ class PartialRollouts:
 class Prefetch:
     """Prompts of the next collection, of which one collection may draw responses where slots would be idle."""
 
-    prompts: Sequence[Prompt]  # with ids of their own, and other ones than the current prompts'
+    prompts: Sequence[Prompt]  # their ids differ from those of the current prompts
     partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id; added by `collect`
 
 
