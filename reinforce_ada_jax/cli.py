@@ -92,7 +92,6 @@ def config_flag(values: flags.FlagValues, text: str, default: str | None = None)
 
 
 def define_config() -> flags.FlagHolder[ConfigDict]:
-    """Defines the required flag --config of a command."""
     text = (
         "A packaged configuration, such as tiny, or a file with get_config(), such as configs/tiny.py; override with "
         "--config.SECTION.KEY=VALUE."
@@ -130,10 +129,7 @@ def fail(message: object, code: int = BAD_INPUT, *, at_once: bool = False) -> No
 
 @contextlib.contextmanager
 def user_input() -> Iterator[None]:
-    """Ends the process with one line for a ValueError in the user's input, or an OSError about a file or a folder.
-
-    Any other error passes.
-    """
+    """Ends the process with one line for a ValueError in the user's input, or an OSError about a file or a folder."""
     try:
         with _storage_errors():
             yield

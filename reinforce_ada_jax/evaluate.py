@@ -114,7 +114,6 @@ def main(config: Config, options: Options) -> None:
 
 
 def _write(evaluation: "StoredEvaluation", run: pathlib.Path | None, model: str | None) -> None:
-    """Prints the table, and writes it and the results."""
     from reinforce_ada_jax.evaluation import evaluator, results_table
     from reinforce_ada_jax.files.durable import write_atomically
 

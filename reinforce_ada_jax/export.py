@@ -21,7 +21,6 @@ from reinforce_ada_jax.files import buckets, local_copy
 
 
 def main(workdir: buckets.Named, iteration: int | None, output: buckets.Named, adapter: bool = False) -> None:
-    """Writes the folder."""
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.policy import adapter_files, huggingface, lora, weight_files
     from reinforce_ada_jax.training import components as components_lib

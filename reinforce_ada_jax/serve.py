@@ -137,7 +137,6 @@ def main(settings: ServerSettings) -> None:
 
 
 def define_flags() -> None:
-    """Defines a flag for each of the settings."""
     for field in dataclasses.fields(ServerSettings):
         if field.name == "model":
             flags.DEFINE_multi_string("model", None, field.metadata["text"], required=True)
@@ -146,7 +145,6 @@ def define_flags() -> None:
 
 
 def settings_from_flags() -> ServerSettings:
-    """Returns the settings that the flags have."""
     values: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(ServerSettings)}
     values["model"] = ",".join(values["model"])
     return ServerSettings(**values)

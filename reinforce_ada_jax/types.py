@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-# Reasons of a verdict where the verifier or the environment failed; "no_answer" or "too_long" are failures of the
-# response.
+# Reasons of a verdict where the verifier or the environment failed; "no_answer" or "too_long" is the response's fault.
 FAILURES = ("timeout", "crash", "error")
 # Reasons of trajectories that a limit ended before the environment gave a reward.
 TRUNCATED, MAX_TURNS = "truncated", "max_turns"
@@ -245,8 +244,7 @@ class RequestQueue(Protocol):
     def take(self, limit: int, *, wait: bool = True) -> list[Request]:
         """Returns up to `limit` requests, most urgent first; none where no request is waiting.
 
-        Where every request taken before has been answered, it waits for verdicts that may bring further requests,
-        unless `wait` is False.
+        With `wait` it waits for verdicts that may bring further requests, if all requests before are answered.
         """
         ...
 

@@ -27,8 +27,7 @@ def check(path: pathlib.Path, setting: str, name: str) -> None:
     all names of a module.
 
     Raises:
-      ValueError: there is no such file, its name doesn't end in .py, it is not valid Python, or it defines no such
-        name.
+      ValueError: there is no such file, it is no valid Python file (.py), or it defines no such name.
     """
     if not path.is_file():
         raise ValueError(f"{setting}, but there is no file {str(path)!r}.")

@@ -40,8 +40,7 @@ class Outcomes:
     A state has the numbers of rounds, draws and correct draws. For a strategy with `coefficients` it also has the first
     round with a correct draw (-1: none; not followed for other strategies), and the correct draws of that round.
 
-    A column of `probability` sums to 1 minus the part that was cut. `cut` is the largest such part; 0 for strategies
-    with a limit.
+    A column of `probability` sums to 1 minus the part that was cut. `cut` is the largest such part, 0 with a limit.
     """
 
     rounds: Int[np.ndarray, " S"]

@@ -18,8 +18,6 @@ NUM_RATES, MOST_RATES = 11, 10_000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """Inputs of one analysis."""
-
     sections: Mapping[str, CollectionConfig]  # `collection` section of each strategy, by its name
     pass_rates: Float[np.ndarray, " P"]  # pass rates to analyse
     prompts: Float[np.ndarray, " N"] | None = None  # pass rates of a prompt set, where there is one

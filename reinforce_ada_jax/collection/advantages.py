@@ -109,11 +109,9 @@ def anchored_advantages(rewards: Float[np.ndarray, " n"], pool_mean: float) -> F
 
     For rewards 0 and 1: 1 - mean(pool) for correct responses, -(n+ / n-) (1 - mean(pool)) for wrong ones. The mean is
     over all responses of the pool; `rewards` are those of the kept responses. So where old failures are not kept, a
-    success still counts as a rare event, and the fresh failures carry their weight. If every response is kept, this is
-    r_i - mean.
+    success still counts as a rare event, and fresh failures carry their weight. With all kept, this is r_i - mean.
 
-    If all differences are positive, they can't be balanced and do not change (`Strategy.drop_unmet` drops such a
-    group).
+    If all differences are positive, they do not change (`Strategy.drop_unmet` drops such a group).
     """
     differences = np.asarray(rewards, np.float64) - pool_mean
     gain, loss = differences[differences > 0].sum(), -differences[differences < 0].sum()

@@ -16,8 +16,6 @@ Sums = Mapping[str, tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Averages:
-    """Decayed averages."""
-
     sums: Sums = dataclasses.field(default_factory=dict)  # by name: decayed total, decayed number of observations
 
     def mean(self, name: str, default: float) -> float:

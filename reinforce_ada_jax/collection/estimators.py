@@ -37,7 +37,6 @@ class Ema:
         return self.estimate_ids([prompt.id for prompt in prompts])
 
     def estimate_ids(self, ids: Sequence[str]) -> Float[np.ndarray, " P"]:
-        """Returns `estimate` of the prompts with these ids."""
         counts = np.array([self._counts.get(name, (0.0, 0.0)) for name in ids], np.float64).reshape(-1, 2)
         drawn, correct = counts.T
         return (correct + self._prior_correct) / (drawn + self._prior_correct + self._prior_wrong)
@@ -49,7 +48,6 @@ class Ema:
         return {}
 
     def observe_counts(self, prompt_id: str, drawn: float, correct: float) -> None:
-        """Adds what one iteration drew for one prompt."""
         old_drawn, old_correct = self._counts.get(prompt_id, (0.0, 0.0))
         self._counts[prompt_id] = self._decay * old_drawn + drawn, self._decay * old_correct + correct
 

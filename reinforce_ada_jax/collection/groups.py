@@ -13,8 +13,7 @@ def deal(sizes: Sequence[int], num_minibatches: int) -> list[list[int]]:
     """Deals groups to minibatches of about equal numbers of groups and rows; returns the indices of each, ascending.
 
     Groups are dealt from the largest to the smallest, in the order 0 1 2 2 1 0 ... So two minibatches differ by at most
-    one group, and by at most the rows of the largest group. Groups without rows are left out, and with few groups a
-    minibatch may be empty.
+    one group, and by at most the rows of the largest group. Groups without rows are left out; a minibatch may be empty.
     """
     largest_first = sorted((index for index, size in enumerate(sizes) if size), key=lambda index: -sizes[index])
     order = [*range(num_minibatches), *reversed(range(num_minibatches))]

@@ -21,8 +21,6 @@ Numbers = Float[np.ndarray, "..."] | float
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """One objective with its constants."""
-
     name: str  # "identity", "log", "maxrl", "power" or "pass_at_k"
     alpha: float = 0.5  # exponent of "power"
     k: int = 1  # number of draws of "pass_at_k"

@@ -21,8 +21,6 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class PromptRollouts:
-    """Rollouts of one prompt."""
-
     prompt: Prompt  # the prompt
     index: int  # its position in the collection; rounds that are complete at the same time are verified in this order
     prefetch: bool = False  # the prompt belongs to the next collection
@@ -73,7 +71,6 @@ class PromptRollouts:
         )
 
     def _improved(self) -> bool:
-        """Returns `PromptProgress.improved`."""
         if not self.rounds:
             return False
         rewards = counted_rewards(self.verdicts).tolist()

@@ -67,7 +67,6 @@ class CollectionQueue:
 
     @property
     def num_closed(self) -> int:
-        """Closed prompts of this collection."""
         return sum(rollouts.phase is Phase.CLOSED and not rollouts.prefetch for rollouts in self.prompts)
 
     def take(self, limit: int, *, wait: bool = True) -> list[Request]:

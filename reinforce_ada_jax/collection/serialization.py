@@ -87,7 +87,6 @@ def partial_to_text(partial: Mapping[str, PartialRollouts]) -> str:
 
 
 def partial_from_text(text: str) -> dict[str, PartialRollouts]:
-    """Returns the partial rollouts that `partial_to_text` wrote."""
     return from_bytes(base64.b64decode(text), ()).partial
 
 

@@ -87,8 +87,7 @@ class Strategy:
         replaces `keep`, `baseline`, `normalize_by_std` and `weight` in the update; with `extra_batches`, `keep` and
         `drop_unmet` still decide which prompts are replaced. None: those four make the advantages.
       needs_estimates: the pass rates of all prompts are estimated before the first draw, also without a `plan`.
-      drop_unmet: drop a prompt unless its rule is met, and of the kept rewards some are above the mean of the pool and
-        some below it.
+      drop_unmet: drop a prompt unless its rule is met and the kept rewards lie on both sides of the pool's mean.
     """
 
     next_draws: Callable[[PromptProgress], int]
@@ -269,8 +268,7 @@ def ngu(config: CollectionConfig) -> Strategy:
 
     Source: arXiv 2609.13443. Retries are drawn within the iteration, under the same weights, so responses have an age
     only where `collection.overlap_iterations` drew them under older weights. A group that loses its old responses is
-    kept only if it has both sides. With a correction every prompt counts, so rounds end by verdicts alone and nothing
-    is dropped.
+    kept only if it has both sides. With a correction rounds end by verdicts alone and nothing is dropped.
     """
     most, published = collection_rules.max_draws(config), collection_rules.correction(config) == "none"
 

@@ -54,8 +54,6 @@ class ReceivingQueue(RequestQueue, Protocol):
 
 @dataclasses.dataclass(eq=False)
 class _Trajectory:
-    """State of one trajectory."""
-
     request: Request  # of the collection
     environment: Any  # the environment's own state
     turns: list[Response] = dataclasses.field(default_factory=list)  # the model's turns so far
@@ -231,7 +229,6 @@ class Trajectories:
         return finished
 
     def _end(self, trajectory: _Trajectory, verdict: Verdict, *, truncated: bool = False) -> Response:
-        """Ends a trajectory; returns its response."""
         self._environment.end(trajectory.environment)
         # Also the turn that will not follow, so that the sampler does not wait for it.
         self._over += [trajectory.turn_id(turn) for turn in range(1, len(trajectory.turns) + 1)]

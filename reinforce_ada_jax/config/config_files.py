@@ -8,10 +8,7 @@ from reinforce_ada_jax import user_code
 
 
 def packaged_configs() -> dict[str, pathlib.Path]:
-    """Returns the files of the packaged configurations by name.
-
-    An installed package has the folder configs/ inside, the repository has it next to the package.
-    """
+    """Returns the packaged configurations by name: configs/ is inside an installed package, else next to it."""
     package = pathlib.Path(__file__).parents[1]
     inside = package / "configs"
     folder = inside if inside.is_dir() else package.parent / "configs"

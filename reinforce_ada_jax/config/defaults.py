@@ -121,5 +121,4 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """Returns the configuration that `to_json` wrote."""
     return resolve(json.loads(text))

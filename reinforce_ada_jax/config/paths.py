@@ -27,10 +27,7 @@ def check_local(name: str, path: object, *, others: str = "") -> None:
 
 
 def check_input(name: str, path: object) -> None:
-    """Raises ValueError if `path` is a URL, other than one of a bucket of Google Cloud that can be used.
-
-    Arguments are those of `check_local`.
-    """
+    """Raises ValueError if `path` is a URL, other than one of a usable bucket; arguments as for `check_local`."""
     if buckets.is_bucket(path):
         buckets.check(name, path)
     else:

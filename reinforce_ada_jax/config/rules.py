@@ -393,8 +393,5 @@ def check(config: Config, *, trains: bool = True) -> Config:
 
 
 def validate(config: ConfigDict) -> Config:
-    """Returns the checked, immutable configuration; raises ValueError for the first rule broken.
-
-    Touches no device and no file.
-    """
+    """Returns the checked, immutable configuration; ValueError for the first broken rule. Uses no device or file."""
     return check(resolve(config))

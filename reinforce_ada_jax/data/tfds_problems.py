@@ -38,8 +38,7 @@ def _prepared(path: str) -> pathlib.Path | None:
 def read_tfds(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     """Returns the problems of "tfds:NAME/SPLIT", "tfds:DIR" or "tfds:DIR/SPLIT", in their order.
 
-    DIR has a dataset_info.json, or versions that have one; the newest of them is read. SPLIT may be left out where
-    there is one split.
+    DIR has a dataset_info.json, or versions that have one; the newest of them is read. A single SPLIT may be left out.
     """
     path = source.removeprefix(PREFIX)
     remedy = "pip install '.[data]' or -r requirements-data.txt, or name a JSONL file."

@@ -121,7 +121,6 @@ class Tokenizer:
             return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
 
     def token(self, token_id: int) -> str:
-        """Returns the text of one id."""
         return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"
 
     def decode(self, tokens: Int[np.ndarray, " T"]) -> str:

@@ -138,7 +138,6 @@ class SentencePieceVocabulary:
         return self._model.id_to_piece(index) if index < len(self._model) else None
 
     def get_vocab(self) -> dict[str, int]:
-        """Returns the ids by token."""
         return self._pieces | self._added
 
 

@@ -56,12 +56,10 @@ def make_mesh(
 ) -> Mesh:
     """Returns a mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees).
 
-    Devices of one process are neighbours, and `tensor`, the innermost axis, stays within a process: so does each
-    replica of decoding.
+    Devices of one process are neighbours; `tensor`, the innermost axis, and so a decode replica, is in one process.
 
     Raises:
-      ValueError: there are fewer devices; or, with several processes, some would be left out or `tensor` would span
-        processes.
+      ValueError: there are fewer devices; or, with several processes, some would be left out or `tensor` span them.
     """
     devices = available_devices() if devices is None else devices
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))

@@ -1,9 +1,8 @@
 """Several processes as one run: one per host, each with its own devices, all with the same program.
 
 Every process draws for its shard of the prompts (training/sharded_collection.py). Processes meet in `exchange` and in
-programs over the whole mesh, such as each decode window. So all must take the same steps in the same order, and a
-process that alone knows something tells the others first (`exchange`, `any_of`). Only process 0 writes files other than
-checkpoints.
+programs over the whole mesh, such as each decode window. So all take the same steps in the same order, and a process
+that alone knows something tells the others first (`exchange`, `any_of`). Only process 0 writes more than checkpoints.
 
 With one process nothing is sent and nothing is compiled.
 """
@@ -53,8 +52,7 @@ def initialize(*, cluster: bool) -> None:
         JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these there is one process.
 
     Raises:
-      ValueError: some of the variables are set and others are not, or they name no process; or `cluster`, and there is
-        none.
+      ValueError: only some of the variables are set, or they name no process; or `cluster`, and there is none.
     """
     given = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if not cluster and not given:
@@ -155,7 +153,6 @@ def index() -> int:
 
 
 def count() -> int:
-    """Returns the number of processes of the run."""
     return jax.process_count()
 
 

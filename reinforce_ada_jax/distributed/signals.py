@@ -111,10 +111,7 @@ class Interrupt:
         return processes.any_of(self._preempted)
 
     def time_left(self, notice_s: float) -> float:
-        """Returns the seconds until this machine is taken away, `notice_s` after the request; infinite if it stays.
-
-        With `notice_s` 0 a machine stays long enough.
-        """
+        """Returns the seconds until this machine is taken away; infinite if it stays, or if `notice_s` is 0."""
         if not (self._preempted and notice_s > 0) or self._requested_at is None:
             return math.inf
         return notice_s - (time.monotonic() - self._requested_at)

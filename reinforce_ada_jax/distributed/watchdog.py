@@ -92,8 +92,7 @@ class Watchdog:
         """Opens a port in process 0; returns what the others `connect` with.
 
         With `host` "" it listens on all of this machine's addresses. The machine's own name may resolve to an address
-        that others don't reach (127.0.1.1 on Debian), or, behind a service, to none of its own. Raises ValueError where
-        it can't.
+        that others don't reach (127.0.1.1 on Debian), or, behind a service, to none of its own. May raise ValueError.
         """
         try:
             self._server = _listening(host, backlog=self.count + STRANGERS)
@@ -120,10 +119,7 @@ class Watchdog:
         self._links[0] = link
 
     def start(self) -> None:
-        """Waits until all are connected (in process 0), and starts the thread that watches.
-
-        Raises UnreachableError if some did not connect within JOIN_S.
-        """
+        """Waits until all are connected (in process 0), then starts the thread; UnreachableError after JOIN_S."""
         if self._server is not None:
             with self._server, selectors.DefaultSelector() as selector:
                 self._accept_all(self._server, selector)

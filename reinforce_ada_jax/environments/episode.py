@@ -2,8 +2,7 @@
 
 The user's class has `reset(problem)`, which returns the first messages, and `step(messages)`, which returns the next
 messages or a number, the final reward. `tools` are functions that the model may call; a turn that calls some is
-answered by their results, and `step` is not called. If `__init__` has an argument `rng`, it gets a NumPy generator of
-the trajectory's own.
+answered by their results, and `step` is not called. `__init__` may take `rng`, the trajectory's own NumPy generator.
 """
 
 import inspect

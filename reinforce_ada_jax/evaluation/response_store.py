@@ -42,8 +42,6 @@ Header = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class GradedResponse:
-    """One graded response, as statistics need it."""
-
     tokens: int  # number of sampled tokens, including the stop token
     truncated: bool
     verdict: Verdict
@@ -280,10 +278,7 @@ class ResponseStore:
         self._stream.flush()
 
     def finish(self, prompts: Iterable[Prompt]) -> None:
-        """Sorts the responses by prompt and draw; nothing may be added afterwards.
-
-        The parts of other processes are removed. Every process must call it.
-        """
+        """Sorts the responses, when all are added, and removes other processes' parts; every process must call it."""
         if processes.is_writer():
             self._sort({prompt.id: number for number, prompt in enumerate(prompts)})
         processes.any_of(False)  # from now on no part is needed

@@ -129,8 +129,7 @@ def evaluate(
     """Draws and grades the responses that the stores lack; they are in `output`, or in the default folder.
 
     `initial` is the folder of an earlier evaluation of the same problems, which gives their initial pass rates. With
-    `dry_run` the input is checked and described, nothing is written, and the result is None. Of several processes only
-    process 0 gets a result.
+    `dry_run` the input is only checked and described, and the result is None, as for all but process 0.
     """
     settings = config.evaluation
     with cli.user_input():

@@ -60,8 +60,7 @@ def finished_lines(file: pathlib.Path) -> Iterator[bytes]:
 def read_records(file: pathlib.Path, parse: Callable[[Any], T], kind: str, remedy: str) -> Iterator[T]:
     """Yields `parse` of the JSON value of each finished line; nothing if there is no file.
 
-    Raises ValueError for a line that is not JSON, or that `parse` rejects; the message says that it is not `kind`, and
-    the `remedy`.
+    Raises ValueError for a line that is not JSON, or that `parse` rejects; the message has `kind` and `remedy`.
     """
     for number, line in enumerate(finished_lines(file), start=1):
         try:

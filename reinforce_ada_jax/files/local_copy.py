@@ -125,8 +125,7 @@ def opened(
 ) -> Iterator[tuple[pathlib.Path, LocalCopy | None]]:
     """Yields (folder of this machine, its copy); a folder that is already on this machine has no copy.
 
-    `name` is the flag, for messages. A bucket that can't be read is a ValueError, one that can't be written at the end
-    a BucketError.
+    `name` is the flag, for messages. Raises ValueError if the bucket can't be read, BucketError if it can't be written.
     """
     if not buckets.is_bucket(folder):
         yield pathlib.Path(folder), None

@@ -63,8 +63,7 @@ class Program:
     names: str  # of the workers, in the plural
     loads: str  # name of what the program loads, such as a file and a function
     refusal: str  # begins the message of a program that says why it cannot start
-    # File that gets what workers print; its folder is created. None: this process's stderr. May be changed between
-    # requests.
+    # File that gets what workers print; its folder is created. None: stderr. May change between requests.
     output: pathlib.Path | None = None
     # Starts without a message, and starts that were killed from outside, since a worker was last ready or answered.
     num_failed: int = 0

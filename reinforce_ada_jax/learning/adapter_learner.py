@@ -1,8 +1,7 @@
 """Training of adapters for callers that give the inputs of the loss: forward, backward and Adam as separate programs.
 
 The caller decides when gradients are summed and when the weights change, so that one base serves many adapters. Every
-token of a row has a target of its own and may have a weight. `update.py` has the update of a run, which does all of
-that.
+token of a row has a target of its own and may have a weight. `update.py` has the update of a run.
 """
 
 import functools
@@ -41,10 +40,7 @@ class LossRow(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """Bounds of the ratio, for the losses that have them: floats, or scalars inside a program.
-
-    The defaults are Tinker's.
-    """
+    """Bounds of the ratio, for losses that have them: floats, or scalars inside a program; defaults are Tinker's."""
 
     low: Any = 0.8
     high: Any = 1.2
@@ -170,10 +166,7 @@ class AdapterLearner:
         return cast(Params, sums), [logprobs for logprobs, _ in both], [losses for _, losses in both]
 
     def step(self, state: LearnerState, sums: Params, chosen: Lora, adam: AdamParams) -> tuple[LearnerState, float]:
-        """Makes one step of AdamW; returns the new state and the norm of the gradient.
-
-        Raises ValueError if the gradient is not finite.
-        """
+        """Makes one step of AdamW; returns the new state and the gradient's norm. ValueError if it is not finite."""
         new, norm = self._programs_of(chosen).step(state, sums, AdamParams(*(np.float32(value) for value in adam)))
         if not np.isfinite(norm):
             raise ValueError(

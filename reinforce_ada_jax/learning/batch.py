@@ -39,11 +39,9 @@ class Batch:
     A row without response tokens is padding; rows with tokens come first. `Learner.put` cuts the rows into
     micro-batches, and every array then has their axis in front.
 
-    Responses whose advantage is 0 may be left out of the rows (`make_batch`). They still count: denominators are those
-    of the whole minibatch.
+    Responses whose advantage is 0 may be left out of the rows (`make_batch`). Denominators still count them.
 
-    `old_logprobs` are the behaviour's until the batch is scored; None: the update computes its own, so every ratio is
-    1.
+    `old_logprobs` are the behaviour's until the batch is scored; None: the update computes its own, so ratios are 1.
     """
 
     __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it

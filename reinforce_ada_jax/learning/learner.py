@@ -76,8 +76,7 @@ def response_logprobs(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Computes the log-probability of every response token, and the entropy where it was chosen.
 
-    Beyond the responses both are arbitrary. Only the hidden states that predict a response token meet the output head:
-    R of T positions.
+    Beyond the responses both are arbitrary. Only the R of T hidden states that predict a response token meet the head.
     """
     model = merge(architecture, params)
     hidden = hidden_states(
@@ -254,7 +253,6 @@ class Learner:
         return jax.lax.fori_loop(*loop_bounds(batch, first, self._scores_per_program), one, scored)
 
     def _score(self, params: Params, batch: Batch) -> Float[Array, "M B R"]:
-        """Scores in one program."""
         layers, zeros, _ = self._scores_begun(params, batch)
         return self._scores_added(zeros, params, layers, batch)
 

@@ -49,10 +49,7 @@ class SampledTokens(NamedTuple):
 
 
 def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Counts:
-    """Counts the tokens of a minibatch and the responses that have any.
-
-    Rows without a token are padding and count nowhere, as if they were cut off.
-    """
+    """Counts a minibatch's tokens, and its responses that have any; rows without a token count nowhere."""
     mask = mask.astype(bool)
     of_responses = mask[..., None] if segment_one_hot is None else segment_one_hot & mask[..., None]
     return make_counts(mask.sum(), of_responses.any(axis=-2).sum())
@@ -98,7 +95,7 @@ def aggregate(
 
     Values where the mask is 0 may be anything (though nan there would spoil a gradient: mask before computing).
     `num_tokens` and `num_rows`, the responses with tokens, are those of the whole minibatch, of which these values may
-    be a part (`denominators`). A response may have `row_tokens` tokens; None: T. `segment_one_hot` is as for
+    be a part (`denominators`). A response may have `row_tokens` tokens (None: T). `segment_one_hot` is as for
     `segment_sums`.
 
     Raises:

@@ -65,10 +65,7 @@ class Platform:
 
 
 def chosen_dtype(config: Config, name: str) -> Config:
-    """Returns the configuration with `model.compute_dtype` chosen for the platform `name`, as for `resolve`.
-
-    Invariant numerics are made for float32.
-    """
+    """Returns the configuration with the `model.compute_dtype` of a platform; invariant numerics take float32."""
     if config.model.compute_dtype != "auto":
         return config
     dtype = "float32" if name == "cpu" or config.model.numerics == "invariant" else "bfloat16"

@@ -62,8 +62,6 @@ class LossConfig:
 
 
 class TokenLoss(NamedTuple):
-    """Result of a loss function."""
-
     loss: Float[Array, "B T"]  # to be minimised
     clipped: Bool[Array | np.ndarray, "B T"] | bool = False  # where the clipped ratio decides
     dual_clipped: Bool[Array | np.ndarray, "B T"] | bool = False  # where the dual clip does

@@ -33,10 +33,7 @@ Version = Int[Array | np.ndarray, ""] | np.integer
 
 @struct.dataclass
 class LearnerState:
-    """State of the learner between updates, or the shapes or shardings of one.
-
-    `params` is what is trained: the policy's weights, or its adapters.
-    """
+    """State between updates, or its shapes or shardings; `params` is what is trained: all weights, or the adapters."""
 
     params: Params
     optimizer: optax.OptState

@@ -98,8 +98,7 @@ def fit(
 class ValueHead:
     """A linear head with a sigmoid on the policy's hidden state at the last prompt token.
 
-    It starts at 0, an estimate of 1/2 for every prompt, and is fitted to each iteration's draws by a few steps of Adam.
-    The policy is only read.
+    It starts at 0, an estimate of 1/2 for every prompt; Adam fits it alone, not the policy, to each iteration's draws.
 
     Source: arXiv 2510.04996 (Ada-Est); the sizes are our own.
     """
@@ -117,8 +116,7 @@ class ValueHead:
     ):
         """Makes a head before its first fit; the head is float32, `dtype` is that of the policy's activations.
 
-        Each `observe` takes `steps` steps of Adam. A forward pass has `rows` prompts, rounded up to a multiple of data
-        * fsdp.
+        Each `observe` takes `steps` steps of Adam. A pass has `rows` prompts, or the next multiple of data * fsdp.
         """
         self._max_prompt_tokens = max_prompt_tokens
         shards = mesh.shape["data"] * mesh.shape["fsdp"]

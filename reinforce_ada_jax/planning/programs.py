@@ -32,8 +32,6 @@ from reinforce_ada_jax.training.updates import abstract_batch
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """One compiled program of a run."""
-
     name: str
     lower: Callable[[], jax.stages.Lowered]  # returns the program lowered for its abstract arguments
     cost: ProgramCost  # least work of one `unit`, a "call" or a "step" of the loop inside; of a chain, of all its calls

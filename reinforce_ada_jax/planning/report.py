@@ -60,7 +60,6 @@ def engine_options(config: Config, architecture: Architecture, platform: str) ->
 
 
 def table_row(result: ProgramResult) -> str:
-    """Returns a program's line of the table."""
     fits = "yes" if result.fits else f"NO: {_gib(result.over_bytes)} GiB over" if result.over_bytes else "NO"
     return (
         f"{result.program:22}{result.compile_seconds:7.1f} s{_gib(result.hbm_argument_bytes):>11}"

@@ -56,7 +56,6 @@ class ProgramCost:
     bytes: float | int
 
     def __add__(self, other: "ProgramCost") -> "ProgramCost":
-        """Returns the cost of both, one after the other."""
         return ProgramCost(self.flops + other.flops, self.bytes + other.bytes)
 
 

@@ -176,7 +176,6 @@ class Tensors:
         }
 
     def keys(self) -> Sequence[str]:
-        """Returns the names."""
         return [*self._names]
 
     def get_tensor(self, name: str) -> np.ndarray:

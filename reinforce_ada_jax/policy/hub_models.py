@@ -34,8 +34,7 @@ def fetch(path: str) -> pathlib.Path:
     `path` is OWNER/MODEL, of the main branch, or OWNER/MODEL@REVISION with a branch, tag or commit.
 
     Raises:
-      ValueError: there is no such model or revision, it has no safetensors, or the hub can't be reached and the cache
-        lacks the model.
+      ValueError: there is no such model or revision, it has no safetensors, or neither the hub nor the cache has it.
     """
     # 0.6 s, which folders need not spend.
     from huggingface_hub import snapshot_download  # noqa: PLC0415

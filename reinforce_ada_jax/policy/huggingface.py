@@ -338,8 +338,7 @@ def save(
 ) -> None:
     """Writes a folder that `load` and transformers' `from_pretrained` read; whole, or not at all.
 
-    One tensor at a time is copied to the host. Where several processes hold the weights, each calls this, and process 0
-    writes.
+    One tensor at a time is copied to the host. Every process that holds weights calls this; process 0 writes.
 
     Args:
       folder: doesn't exist yet, or is empty.

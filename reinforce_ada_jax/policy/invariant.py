@@ -75,8 +75,7 @@ def attention(
 
     A row sees only the last `reach` of these tokens (`LayerPlace.reach`); None: all.
 
-    A tile of keys beyond a row's length changes none of its bits: largest score and sums are multiplied by 1, and
-    zeros are added.
+    A tile of keys beyond a row's length changes none of its bits: sums are multiplied by 1, and zeros are added.
     """
     _, num_heads, head_dim = query.shape
     grouped = (query * head_dim**-0.5).reshape(ROWS, num_kv_heads, num_heads // num_kv_heads, head_dim).swapaxes(0, 1)

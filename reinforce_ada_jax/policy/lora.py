@@ -45,7 +45,6 @@ class Lora:
 
     @property
     def scaling(self) -> float:
-        """alpha / r."""
         return self.alpha / self.rank
 
 
@@ -71,7 +70,6 @@ def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, Declared
 
 
 def num_parameters(architecture: Architecture, lora: Lora) -> int:
-    """Weights of all adapters."""
     return sum(math.prod(shape) for shape, _ in adapter_shapes(architecture, lora).values())
 
 
@@ -138,8 +136,7 @@ def _merge_layer(layer: Adapted) -> Float[Array, "..."]:
 def merged(params: Params, dtype: DTypeLike | None = None) -> Params:
     """Returns plain weights: W + scaling * A B, summed in float32, where `params` has adapters; others do not change.
 
-    Made layer by layer, so that one layer's matrix is all that exists in float32. Every weight gets `dtype`; None: each
-    as its base is.
+    Only one layer's matrix at a time exists in float32. Every weight gets `dtype`; None: that of its base.
     """
 
     def one(weight):

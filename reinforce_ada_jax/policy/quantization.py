@@ -38,7 +38,6 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         return self.values.shape
 
 

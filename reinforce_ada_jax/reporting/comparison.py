@@ -13,8 +13,6 @@ DIGITS = 3  # of an average
 
 
 class ComparedRun(NamedTuple):
-    """One line of a comparison."""
-
     name: str
     averages: Mapping[int, tuple[float, float]]  # average and its standard error, by the updates before it
     costs: Sequence[str]  # one for each of `Comparison.cost_names`
@@ -22,8 +20,6 @@ class ComparedRun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Runs compared on one benchmark."""
-
     benchmark: str
     title: str  # heading of the column with the names of the runs
     updates: Sequence[int]  # after which an evaluation was made
@@ -72,7 +68,6 @@ def _sentence(first: History, second: History, benchmark: str) -> str:
 
 
 def compare(histories: Sequence[History], benchmark: str) -> Comparison:
-    """Compares the runs that were evaluated on a benchmark."""
     evaluated = [history for history in histories if benchmark in history.evaluations]
     moments = sorted({int(update) for history in evaluated for update in history.evaluations[benchmark].updates})
     runs = []

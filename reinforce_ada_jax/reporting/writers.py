@@ -71,7 +71,6 @@ class MetricsWriter:
             self._trackio.log(dict(metrics), step=iteration)  # a repeated iteration is a second, equal point
 
     def close(self) -> None:
-        """Closes the TensorBoard file and ends the runs of the trackers."""
         if self._tensorboard is not None:
             with contextlib.suppress(OSError):  # that of a write which failed before, and was raised there
                 self._tensorboard.close()

@@ -4,9 +4,6 @@ from reinforce_ada_jax.types import Verdict
 
 
 def grade(response: str, answer: str) -> Verdict:
-    """Returns reward 1 if the response, without white space around it, is `answer`, else 0.
-
-    The comparison can neither hang nor crash, so it needs no workers.
-    """
+    """Returns reward 1 if the response, without white space around it, is `answer`, else 0. It can't hang or crash."""
     correct = response.strip() == answer
     return Verdict(correct, float(correct))

@@ -1,7 +1,6 @@
 """References to grade functions: "module:qualname" or "file.py:function", under which a worker process finds one.
 
-The parent makes and checks them, the worker loads. The parent never runs a user's file, which could import jax, start
-threads, or hang.
+The parent makes and checks them, only workers load: a user's file could import jax, start threads, or hang.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """Verifier processes: many gradings at a time, each under a wall-clock limit that nothing can outlast.
 
-The processes are those of `isolation.workers`, and run `rewards.worker`. Math-Verify raises an error outside of a main
-thread.
+The processes of `isolation.workers` run `rewards.worker`, as Math-Verify needs a main thread.
 """
 
 import contextlib

@@ -33,7 +33,6 @@ class Lengths:
             self._ended[-1] = max(1, self._ended[-1] // 2)
 
     def mean(self) -> float:
-        """Returns the mean number of pages."""
         return float(self._ended @ np.arange(self._ended.size) / self._ended.sum())
 
     def survivors(self) -> Int[np.ndarray, " width"]:

@@ -63,8 +63,7 @@ def _change(
 ) -> tuple[DecodeState, Any]:
     """Applies `change` to the small records of a state and to `other` if `wanted`; returns (state, other).
 
-    Keys and values stay outside: a branch would copy them. Work that only a change needs belongs into `change`, because
-    most tokens need none.
+    Keys and values stay outside: a branch would copy them. Work that only a change needs belongs into `change`.
     """
     small, other = jax.lax.cond(wanted, change, lambda *unchanged: unchanged, occupancy(state), other)
     return state.replace(pool=small.pool, prompts=small.prompts, queue=small.queue, slots=small.slots), other
@@ -191,8 +190,7 @@ def _append_tokens(
     """Samples a token for every active slot, and one after each right guess, into its output row.
 
     The log-probabilities are of each slot, or of each row of `drafted`, whose guesses are verified. The active rows are
-    among the first `num_rows`. Where `decoding` is False, nothing changes. Returns the state, and which responses
-    ended.
+    among the first `num_rows`. Without `decoding` nothing changes. Returns the state, and which responses ended.
     """
     slots, requests, outputs = state.slots, state.slots.requests, state.outputs
     rows = slots if drafted is None else drafted.slots

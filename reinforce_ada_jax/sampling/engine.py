@@ -3,8 +3,7 @@
 Rollouts decode in windows (`decode_window`). A caller that owns the slots returns to the host after every token
 (`prefill`, `insert`, `decode_token`).
 
-The engine holds no weights. Every call gets the learner's own arrays, or the copy that `decode_weights` makes where
-layout or dtype differ.
+The engine holds no weights. Every call gets the learner's arrays, or the copy that `decode_weights` makes of them.
 """
 
 import functools
@@ -243,8 +242,7 @@ class Engine:
         """Prefills and decodes, in one dispatch, up to `window` tokens in all slots (`decode.decode_window`).
 
         `inputs` has one entry for each of this process's replicas; `fetch_outputs` separates their outputs again. Over
-        several processes each must launch the window, with or without work, and `agreed` of its outputs has the largest
-        `vote`.
+        several processes each must launch the window, with or without work; `agreed` is the largest `vote`.
         """
         votes = [self._stack([np.int32(vote)] * self.replicas)] if self.spans_processes else []
         return self._programs.decode_window(params, state, self._stack(inputs), *votes)

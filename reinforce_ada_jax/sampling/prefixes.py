@@ -17,8 +17,7 @@ class Prefixes:
     def find(self, tokens: Int[np.ndarray, " T"], adapter: int) -> tuple[int, int]:
         """Returns the row of the prompt with the longest common prefix, and how many whole pages it fills.
 
-        At least one token is left to prefill. Prompts are prefilled in order, so this one is ready after those whose
-        pages it has.
+        At least one token is left to prefill. Prompts are prefilled in order: those whose pages it has come first.
         """
         longest = max(0, len(tokens) - 2)
         if longest < self._page_size:

@@ -139,10 +139,7 @@ class Rollouts:
         return sample_fn
 
     def decode_weights(self, params: Any) -> Any:
-        """Returns the weights to decode with, ready on the devices; `reshard` has the cost.
-
-        A sampler takes them as they are.
-        """
+        """Returns the weights to decode with, ready on the devices; `reshard` has the cost of making them so."""
         jax.block_until_ready(params)
         begin = time.monotonic()
         weights = jax.block_until_ready(self.engine.decode_weights(params))

@@ -23,10 +23,7 @@ ROWS = 8
 
 
 def stream(iteration: int, evaluation: bool = False, benchmark: str = "") -> int:
-    """Returns the first word of an address: training and evaluation of an iteration share no draw.
-
-    A named benchmark has draws of its own in the evaluation.
-    """
+    """Returns the first word of an address; training, evaluation and each named benchmark share no draw."""
     offset = int.from_bytes(hashlib.blake2b(benchmark.encode(), digest_size=4).digest()) if benchmark else 0
     return (2 * (iteration + offset) + evaluation) % 2**32
 

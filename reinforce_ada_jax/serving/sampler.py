@@ -48,8 +48,7 @@ class SampleJob:
     """Request for samples.
 
     `done` is called with the responses, or with what went wrong; a cancelled response has the tokens drawn by then.
-    `watch` is called with the index of a draw and its new tokens, after each window that brought some; with True at the
-    end of the draw.
+    `watch` is called with the index of a draw and its new tokens, after each window that brought some; True at its end.
     """
 
     id: str

@@ -232,8 +232,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._saved_at, self._saving = time.monotonic(), iteration
             self.times.begin(iteration, num_bytes((learner, sampler)))
-            # force: otherwise Orbax silently skips an iteration that is older than the newest folder, even a foreign
-            # one.
+            # force: otherwise Orbax silently skips an iteration that is older than the newest folder of any run.
             self._manager.save(iteration, args=ocp.args.Composite(**items), force=True)
 
     def seconds_since_save(self) -> float:

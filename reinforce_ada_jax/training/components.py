@@ -84,10 +84,7 @@ def local_folder(path: str) -> pathlib.Path:
 
 
 def model_folder(path: str) -> pathlib.Path:
-    """Returns the local folder of a model; a model in a bucket or on the hub is downloaded once.
-
-    Raises ValueError where the hub or the bucket has no such model.
-    """
+    """Returns the local folder of a model, downloaded once from a bucket or the hub; ValueError if there is none."""
     if buckets.is_bucket(path):
         return buckets.fetch(path)
     folder = local_folder(path)
@@ -116,8 +113,7 @@ def load_problems(source: str, config: Config) -> list[Problem]:
 class Components:
     """Parts that a configuration and a model folder determine, without the weights; `mesh` is the learner's.
 
-    `environments` is None where a response is one turn. `slots_reason` says why the engine has its number of slots, if
-    it was chosen here.
+    `environments` is None where a response is one turn. `slots_reason` says why this number of slots was chosen.
     """
 
     folder: pathlib.Path

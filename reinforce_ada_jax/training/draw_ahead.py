@@ -39,10 +39,7 @@ class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[D
             wait([self._drawing], LOOK_EVERY_S)
 
     def take(self, stop: Stop) -> Drawn | None:
-        """Waits for the collection and returns it, once; None if none was started.
-
-        Raises the error that ended the collection, and Interrupted if the run was asked to end.
-        """
+        """Waits for the collection and returns it, once, or None; raises its error, or Interrupted."""
         self.wait(stop)
         drawing, self._drawing = self._drawing, None
         return None if drawing is None else drawing.result()

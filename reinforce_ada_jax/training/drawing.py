@@ -182,7 +182,6 @@ def _draw_fn(run: Run, source: Source, stop: Stop) -> DrawFn:
 
 
 def draw_metrics(run: Run, drawn: Drawn, groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the metrics of a collection."""
     assert run.rollouts is not None
     config, source, pools = run.config, drawn.source, [group.pool for group in groups]
     thresholds = collection_rules.goals(config.collection)

@@ -113,7 +113,6 @@ class _Drawing:
             return Verdict(False, 0.0, self.pool.failed("error", str(error)).failure)
 
     def end(self, trajectory: _Dialogue) -> None:
-        """Forgets a trajectory."""
         self.pool.end(trajectory.episode)
 
 

@@ -36,7 +36,6 @@ class _Copied:
         return self._output.write(text)
 
     def add(self, line: str) -> None:
-        """Writes a line to the log alone."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").removesuffix("+00:00")
         with contextlib.suppress(OSError, ValueError):  # a full disk ends the run where results are lost, not here
             if line.strip():

@@ -82,10 +82,7 @@ def _write_journal(run: Run, state: RunState, collected: CollectedShard) -> None
 
 
 def _report(run: Run, state: RunState, groups: Sequence[Group]) -> None:
-    """Writes some responses as text, and says what is wrong with the verdicts or the groups.
-
-    Raises TrainingStopped if too many responses could not be graded.
-    """
+    """Writes some responses, and warnings of verdicts and groups; TrainingStopped if too many have no verdict."""
     if processes.is_writer():
         file = run.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"
         samples.write(file, groups[: run.config.logging.sampled_prompts], run.components.tokenizer.decode)
@@ -136,10 +133,7 @@ def _without_updates(run: Run, state: RunState, drawn: Drawn) -> RunState:
 
 
 def _begin_next(run: Run, after: RunState) -> RunState:
-    """Returns the state with the sampler's weights, and begins to draw the next iteration from them.
-
-    Nothing is done where the sampler has no devices of its own.
-    """
+    """Gives a sampler with devices of its own the new weights, and begins to draw; returns the new state."""
     if not run.config.draws_ahead:
         return after
     assert run.rollouts is not None

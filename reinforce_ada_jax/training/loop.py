@@ -37,8 +37,6 @@ class Ending(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """End of a run."""
-
     ending: Ending  # how it ended
     message: str = ""  # for the user; "" if the run finished
     state: RunState | None = None  # the last state; None if the disk failed
@@ -111,10 +109,7 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
 
 
 def _outcome_of(run: Run, state: RunState, error: Exception) -> Outcome | None:
-    """Saves the last state before an error; returns the end of the run, or None if the error is to be raised.
-
-    Raises OSError if the state can't be saved.
-    """
+    """Saves the last state before an error (OSError if it can't); returns the run's end, or None to raise the error."""
     if isinstance(error, Interrupted):
         return _interrupted(run, state)
     if isinstance(error, TrainingStopped):

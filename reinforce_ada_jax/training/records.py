@@ -25,7 +25,6 @@ def first_line(error: BaseException) -> str:
 
 
 def damaged(folder: AnyPath, iteration: int, what: str) -> DamagedError:
-    """Returns the error of a damaged checkpoint."""
     return DamagedError(f"the checkpoint of iteration {iteration} in {folder} is damaged: {what}.")
 
 
@@ -40,7 +39,6 @@ def record_file(folder: AnyPath, iteration: int) -> AnyPath:
 
 
 def checksum(record: Mapping[str, Any]) -> str:
-    """Returns a hash of a record."""
     return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

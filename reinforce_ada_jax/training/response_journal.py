@@ -75,10 +75,7 @@ class ResponseJournal:
         return from_bytes(content, prompts) if header == self._header(state, content) else None
 
     def write(self, state: RunState, collected: CollectedShard) -> bool:
-        """Stores a complete collection of the iteration after `state`; every process must call it.
-
-        Returns False if it is larger than the limit allows.
-        """
+        """Stores the collection of the iteration after `state`; False if it is too large. Every process calls it."""
         content = to_bytes(collected)
         header = self._header(state, content)
         if not processes.is_writer():

@@ -63,8 +63,7 @@ def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prom
     """Grades the reference answer of each prompt; returns what the first one gets, as text.
 
     Any reward is fine, and 0 is usual where the reward looks for more than the bare answer. Where programs are graded,
-    an empty program replaces the answer. `name` is that of the reward, by default `checked_name`; with "" nothing is
-    checked.
+    an empty program replaces the answer. `name` is the reward's (None: `checked_name`); "" checks nothing.
 
     Raises:
       ValueError: the functions can't be loaded, or one raises, takes too long, or returns no number.

@@ -58,8 +58,7 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
     """Returns the pools of all prompts, as `collect` does, in every process; fills `job.prefetch.partial`, too.
 
     The job is the same in every process. `draw` gets this process's shard, which may have no prompts: every process
-    takes part in the decode programs. Shards are balanced by planned draws if the strategy plans; otherwise they have
-    equal numbers of prompts.
+    takes part in the decode programs. Shards are balanced by planned draws, or without a plan by their sizes.
 
     Raises:
       Interrupted: in every process, if it was raised in any.

@@ -73,8 +73,7 @@ def drawing(
     """Returns the summary of the draws that `evaluate` or `prepare` will make.
 
     `model` has the lines of `model_and_mesh`, `counts` the numbers of problems and of problems still to be drawn by
-    set, and `read` a line on the columns of each source. `reward` says what the user's reward gives to a reference
-    answer.
+    set, and `read` a line on the columns of each source. `reward` says what a reference answer gets.
     """
     sets = [
         f"{name} {problems:,}" + (f" ({problems - missing:,} of them stored)" if missing < problems else "")

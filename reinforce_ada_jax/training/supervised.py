@@ -1,7 +1,6 @@
 """Supervised training: the start of a run, and its updates. The loop and its endings are those of training/loop.py.
 
-An iteration is one update on `learning.prompts_per_update` demonstrations, packed into rows. No engine and no verifier
-is started.
+An iteration is one update on `learning.prompts_per_update` demonstrations, packed into rows.
 """
 
 import contextlib

@@ -32,8 +32,6 @@ from reinforce_ada_jax.training.state import RunState
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Minibatch:
-    """Data of one update."""
-
     groups: list[Group]  # groups whose kept responses are in the batch
     batch: Batch  # the responses, on the devices
     finite: bool = True  # all log-probabilities are finite; if not, there is no update
@@ -42,8 +40,7 @@ class Minibatch:
 def expected_rounds(config: Config, strategy: Strategy, averages: Averages) -> float:
     """Returns the expected rounds of a prompt: their mean so far, or in the first iteration the most that are allowed.
 
-    So the first gradients are too small rather than too large: Adam normalises them, but its second moment would
-    remember large ones.
+    So the first gradients are too small, not too large: Adam's second moment would remember large ones.
     """
     size, most = collection_rules.first_round(config.collection), strategy.max_draws
     return averages.mean("rounds", 1.0 if size is None or most is None else most / size)
@@ -273,8 +270,6 @@ def _skip_or_stop(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdatesDone:
-    """Result of the updates of one iteration."""
-
     learner: LearnerState  # the new state; the one before the update that stopped the run, if one did
     skipped_in_a_row: int  # updates skipped because they were not finite, since the last one that was made
     metrics: dict[str, float]  # means over the updates made, and their number

@@ -81,7 +81,6 @@ class WorkdirLock:
             self._lease.check()
 
     def close(self) -> None:
-        """Releases the lock."""
         if self._lease is not None:
             self._lease.close()
         if self._descriptor is not None:

@@ -90,10 +90,7 @@ class App:
         return Starlette(routes=routes, exception_handlers={HTTPException: no_route})
 
     def _guarded(self, handler: Handler, endpoint: str = "") -> Handler:
-        """Answers what a handler refuses, and what comes without the key.
-
-        Requests of an `endpoint` need the models, and are counted.
-        """
+        """Refuses requests without the key, and answers errors; an `endpoint` needs the models, and is counted."""
 
         async def answer(request: Request) -> Response:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
