@@ -131,7 +131,7 @@ class Tokenizer:
     def render_text(self, problem: str, chat: Chat, messages: list[dict[str, str]] | None = None) -> str:
         """Returns the text of a prompt in the model's chat template, with special tokens as text.
 
-        The messages are those that `chat` puts around the problem, or `messages` as they are.
+        Messages are those of `chat` around the problem, or `messages`; ValueError if no template renders them.
         """
         if self.chat_template is None:
             raise ValueError(

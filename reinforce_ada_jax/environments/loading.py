@@ -51,7 +51,7 @@ def file_hash(reference: str) -> str:
 
 
 def load(reference: str) -> type:
-    """Returns the class of a reference, which has `reset` and `step`. For workers only."""
+    """Returns the class of a reference; TypeError unless it has `reset` and `step`. For workers only."""
     found, settings = named(reference)
     if settings is not None:
         from reinforce_ada_jax.environments import verifiers_adapter  # noqa: PLC0415  (verifiers is optional)

@@ -320,7 +320,7 @@ class ResponseStore:
 
 
 def pass_rates(file: pathlib.Path, prompts: Iterable[Prompt]) -> dict[str, float]:
-    """Returns the share of correct responses by prompt id, from the store of an earlier evaluation of the prompts."""
+    """Returns pass rates by prompt id from an earlier evaluation's store; ValueError unless it has all prompts."""
     prompts = list(prompts)
     if not file.with_suffix(HEADER).exists():
         raise ValueError(f"there are no stored responses {file}: --initial names the folder of an earlier evaluation.")

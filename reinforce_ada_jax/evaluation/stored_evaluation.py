@@ -73,7 +73,7 @@ class PolicySource:
         return self.workdir / "evaluations" / f"{iteration:06d}"
 
     def newest_output(self) -> pathlib.Path:
-        """Default folder with the newest stored responses."""
+        """Default folder with the newest stored responses; ValueError if there are none."""
         if self.workdir is None:
             return self.output(0)
         stored = [int(folder.name) for folder in (self.workdir / "evaluations").glob("[0-9]*") if folder.is_dir()]
@@ -201,7 +201,7 @@ def evaluate(
 def regrade(
     config: Config, source: PolicySource, output: pathlib.Path | None, initial: pathlib.Path | None = None
 ) -> StoredEvaluation:
-    """Grades the stored responses again; reads no weights and builds no engine."""
+    """Grades the stored responses again, without weights or engine; ValueError if an environment graded them."""
     with cli.user_input():
         if config.environment.path:
             raise ValueError(

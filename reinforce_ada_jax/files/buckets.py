@@ -160,7 +160,7 @@ def objects(folder: str) -> dict[str, Mapping[str, Any]]:
 
 
 def fetch(source: str) -> pathlib.Path:
-    """Returns a copy of an object or a folder on this machine; another version of it gets another copy."""
+    """Returns this machine's copy of an object or a folder, one for each version; ValueError if there is none."""
     source = url(source)
     found = objects(source)
     if not found:
@@ -205,7 +205,7 @@ def upload(files: Mapping[pathlib.Path, str]) -> None:
 def output(target: Named, *, new: bool = False) -> Iterator[pathlib.Path]:
     """Yields the path to write a file or a folder to, and uploads it at the end if `target` is in a bucket.
 
-    After an error nothing is uploaded. A `new` target may not be there already.
+    After an error nothing is uploaded. Raises ValueError if a `new` target exists.
     """
     if not is_bucket(target):
         yield pathlib.Path(target)

@@ -158,7 +158,7 @@ def read(file: pathlib.Path) -> Header:
 
 
 def find(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the GGUF file that `path` names: itself, or the only one in a folder without config.json; else None."""
+    """Returns the GGUF file at `path` (itself, or in a folder without config.json), or None; ValueError for several."""
     if path.suffix == SUFFIX and not path.is_dir():
         return path
     if not path.is_dir() or (path / "config.json").exists():

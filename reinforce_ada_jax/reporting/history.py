@@ -150,7 +150,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
 
 
 def unique_names(workdirs: Sequence[pathlib.Path]) -> list[str]:
-    """Returns names of work directories that differ: as many parts of their paths as that takes."""
+    """Returns different names of work directories, ends of their paths; ValueError if one is named twice."""
     parts = [workdir.resolve().parts for workdir in workdirs]
     if len(set(parts)) < len(parts):
         raise ValueError("a work directory is named twice: name each once.")

@@ -55,7 +55,7 @@ PYTHON = {*dir(builtins), *FUNCTIONS}
 
 
 def take(value):
-    """Returns the items of an iterable as a list, at most MAX_ITEMS."""
+    """Returns the items of an iterable as a list; ValueError if there are more than MAX_ITEMS."""
     items = []
     for item in value:
         if len(items) == MAX_ITEMS:

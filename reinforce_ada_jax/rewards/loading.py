@@ -110,7 +110,7 @@ def source_text(grade_fn: GradeFn) -> str:
 def load(reference: str, settings: Mapping[str, Any] | None = None) -> RewardFn:
     """Returns the function of a reference and calls `warm_up()` of its module, if it has one. For workers only.
 
-    With `settings` the reference is the factory of `Made`.
+    With `settings` the reference is the factory of `Made`. Raises TypeError if it is no function.
     """
     module_name, _, qualname = reference.rpartition(":")
     if _is_file(reference):

@@ -303,7 +303,7 @@ class Service:
         return logprobs
 
     def load_adapter(self, base: Base, adapter: str) -> LoadedAdapter:
-        """Returns the adapters of a checkpoint, by its path and the time of its creation."""
+        """Returns the adapters of a checkpoint, by its path and the time of its creation; ValueError if it is gone."""
         path, _, created = adapter.partition("#")
         found = self.store.checkpoint(path)
         if found is None or str(found.created) != created:
