@@ -16,7 +16,7 @@ from bench.inputs import architecture_of
 from bench.measuring import machine
 from bench.simulation import Cost
 from bench.workloads import Workload
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CollectOptions, collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.planning.roofline import decode_weight_bytes
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -104,9 +104,13 @@ def draw(
 
     sample_fn = rollouts.sampler(params, stream=stream, sampling=sampling)
     return collect(
-        workload.prompts, sample_fn, workload.verify, workload.strategy, barrier=barrier, speculative=speculative,
+        workload.prompts,
+        sample_fn,
+        workload.verify,
+        workload.strategy,
+        CollectOptions(barrier=barrier, speculative=speculative),
         on_progress=on_progress,
-    )  # fmt: skip
+    )
 
 
 def check_lengths(pools: list[Pool], workload: Workload) -> int:

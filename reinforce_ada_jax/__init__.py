@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 _MODULES = ("config", "train")
 # Public name: its module in the package, and after a colon its name there if that is another one.
 _PUBLIC = {
+    "CollectOptions": "collection.collect",
     "Config": "config",
     "Engine": "sampling.engine",
     "EngineOptions": "sampling.state",

@@ -7,6 +7,7 @@ from reinforce_ada_jax.collection.advantages import anchored_advantages as ancho
 from reinforce_ada_jax.collection.advantages import group_advantages as group_advantages
 from reinforce_ada_jax.collection.advantages import leave_one_out_advantages as leave_one_out_advantages
 from reinforce_ada_jax.collection.advantages import make_group as make_group
+from reinforce_ada_jax.collection.collect import CollectOptions as CollectOptions
 from reinforce_ada_jax.collection.collect import collect as collect
 from reinforce_ada_jax.collection.groups import balanced_group as balanced_group
 from reinforce_ada_jax.collection.objectives import weight as objective_weight

@@ -6,6 +6,7 @@ and pools are in draw order. There is no barrier between prompts unless the call
 """
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -24,22 +25,55 @@ OnProgress = Callable[[int, int], None]
 EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]
 
 
-def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings of a collection)
+@dataclasses.dataclass(frozen=True, eq=False)
+class CollectOptions:
+    """Settings of a collection. The pools depend on `replacements`, `estimate_fn`, `seed` and `iteration` alone.
+
+    Attributes:
+      replacements: further prompts; the next one is opened whenever a prompt closes without kept responses.
+      estimate_fn: prompts -> expected pass rates, for strategies that plan; None: 1/2 for all.
+      seed: seed of the run. With the iteration, the prompt's id and the round it decides whether a prompt continues,
+        where the strategy has a `continue_probability`.
+      iteration: see `seed`.
+      barrier: start no round before every prompt's round is finished, as the reference program does.
+      deterministic: read the verdicts of a future at the sampler's next yield, not before, so that the order of
+        events follows from the yields alone; else as soon as they have arrived.
+      speculative: where slots would still be idle, start a prompt's next rounds before its verdicts are there
+        (speculation.py). `Pool.discarded` has the draws that were not needed.
+    """
+
+    replacements: Sequence[Prompt] = ()
+    estimate_fn: EstimateFn | None = None
+    seed: int = 0
+    iteration: int = 0
+    barrier: bool = False
+    deterministic: bool = True
+    speculative: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CarriedRollouts:
+    """Rollouts that one collection leaves for another, by prompt id.
+
+    Attributes:
+      partial: rollouts to continue from: prefetched by an earlier collection, or of one broken off.
+      prefetch: prompts of the next collection, drawn where slots would be idle; `collect` adds their rollouts.
+      broken_off: `collect` adds the rollouts of every prompt if the sampler or `on_progress` raises.
+    """
+
+    partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+    prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
+    broken_off: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+
+
+def collect(
     prompts: Sequence[Prompt],
     sample_fn: SampleFn,
     verify_fn: VerifyFn,
     config: StrategyConfig | Strategy,
+    options: CollectOptions | None = None,
     *,
-    replacements: Sequence[Prompt] = (),
-    estimate_fn: EstimateFn | None = None,
-    seed: int = 0,
-    iteration: int = 0,
-    barrier: bool = False,
-    deterministic: bool = True,
-    partial: Mapping[str, PartialRollouts] | None = None,
-    prefetch: Prefetch | None = None,
-    broken_off: dict[str, PartialRollouts] | None = None,
-    speculative: bool = False,
+    carried: CarriedRollouts | None = None,
     turns: Trajectories | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Pool]:
@@ -53,21 +87,8 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
       verify_fn: pairs (prompt, response) -> verdicts, aligned with them; or a future of them, so that the sampler need
         not wait. Futures are read in the order of the calls.
       config: the settings of a strategy (`strategies.StrategyConfig`), or a strategy.
-      replacements: further prompts; the next one is opened whenever a prompt closes without kept responses.
-      estimate_fn: prompts -> expected pass rates, for strategies that plan; None: 1/2 for all.
-      seed: seed of the run. With the iteration, the prompt's id and the round it decides whether a prompt continues,
-        where the strategy has a `continue_probability`.
-      iteration: see `seed`.
-      barrier: start no round before every prompt's round is finished, as the reference program does. The pools are
-        the same, only time differs.
-      deterministic: read the verdicts of a future at the sampler's next yield, not before, so that the order of
-        events follows from the yields alone; else as soon as they have arrived.
-      partial: rollouts to continue from, by prompt id: prefetched by an earlier collection, or of one broken off.
-      prefetch: prompts of the next collection, drawn where slots would be idle.
-      broken_off: is filled with the rollouts of every prompt, as `partial` takes them, if the sampler or `on_progress`
-        raises.
-      speculative: where slots would still be idle, start a prompt's next rounds before its verdicts are there
-        (speculation.py). The pools are the same; `Pool.discarded` has the draws that were not needed.
+      options: how to draw; None: the defaults of `CollectOptions`.
+      carried: rollouts of an earlier collection, and for a later one.
       turns: where responses are trajectories, the queue from which the sampler takes their turns; `verify_fn` must
         return its verdicts.
       on_progress: called with (closed prompts, responses) so far, after every yield and while verdicts are waited for.
@@ -80,15 +101,18 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
       RuntimeError: the sampler returned a response unasked or twice, or ended with requests outstanding; or the
         verifier returned the wrong number of verdicts.
     """
-    strategy = config if isinstance(config, Strategy) else strategies.build(config)
-    prefetch = prefetch or Prefetch(())
-    _check_ids([*prompts, *prefetch.prompts, *replacements])
-    states = _resumed(_rollouts(prompts, prefetch.prompts, strategy, estimate_fn), partial)
-    later = _resumed(map(PromptRollouts, replacements, itertools.count(len(states))), partial)
-    verdicts = VerificationQueue(verify_fn, deterministic=deterministic, waiting=lambda: _report(queue, on_progress))
-    queue = CollectionQueue(
-        states, later, strategy, verdicts, barrier=barrier, speculative=speculative, seed=seed, iteration=iteration
+    options, carried = options or CollectOptions(), carried or CarriedRollouts()
+    strategy, prefetch = config if isinstance(config, Strategy) else strategies.build(config), carried.prefetch
+    _check_ids([*prompts, *prefetch.prompts, *options.replacements])
+    states = _resumed(_rollouts(prompts, prefetch.prompts, strategy, options.estimate_fn), carried.partial)
+    later = _resumed(map(PromptRollouts, options.replacements, itertools.count(len(states))), carried.partial)
+    verdicts = VerificationQueue(
+        verify_fn, deterministic=options.deterministic, waiting=lambda: _report(queue, on_progress)
     )
+    queue = CollectionQueue(
+        states, later, strategy, verdicts,
+        barrier=options.barrier, speculative=options.speculative, seed=options.seed, iteration=options.iteration,
+    )  # fmt: skip
     if turns is not None:
         turns.attach(queue, lambda: _report(queue, on_progress))
     offered = turns or queue
@@ -98,9 +122,8 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
             _report(queue, on_progress)
         queue.finish()
     except Exception:
-        if broken_off is not None:
-            # A trajectory can't be graded again, so only rounds that have their verdicts are resumed.
-            broken_off |= _partial(queue.prompts, finished_rounds=turns is not None)
+        # A trajectory can't be graded again, so only rounds that have their verdicts are resumed.
+        carried.broken_off.update(_partial(queue.prompts, finished_rounds=turns is not None))
         raise
     prefetch.partial.update(_partial([rollouts for rollouts in queue.prompts if rollouts.prefetch]))
     return [rollouts.pool(strategy) for rollouts in queue.prompts if not rollouts.prefetch]
@@ -111,11 +134,11 @@ def _report(queue: CollectionQueue, on_progress: OnProgress | None) -> None:
         on_progress(queue.num_closed, queue.num_responses)
 
 
-def _resumed(states: Iterable[PromptRollouts], partial: Mapping[str, PartialRollouts] | None) -> list[PromptRollouts]:
+def _resumed(states: Iterable[PromptRollouts], partial: Mapping[str, PartialRollouts]) -> list[PromptRollouts]:
     """Returns the prompts; each continues from its draws in `partial`, if there are any."""
     found = list(states)
     for rollouts in found:
-        if partial and rollouts.prompt.id in partial:
+        if rollouts.prompt.id in partial:
             rollouts.resume(partial[rollouts.prompt.id])
     return found
 

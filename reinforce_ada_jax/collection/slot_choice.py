@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CollectOptions, collect
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
 
@@ -63,7 +63,7 @@ def simulated(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> tu
         ]
         return [Verdict(correct=each, reward=float(each)) for each in correct]
 
-    collect(prompts, sample, verify, strategy, estimate_fn=lambda _: np.asarray(pass_rates))
+    collect(prompts, sample, verify, strategy, CollectOptions(estimate_fn=lambda _: np.asarray(pass_rates)))
     return busy, clock
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import VerifyFn, collect
+from reinforce_ada_jax.collection.collect import CollectOptions, VerifyFn, collect
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready
@@ -164,7 +164,7 @@ def from_policy(
         collect_fn=functools.partial(
             collect,
             sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, settings, turns)),
-            deterministic=components_lib.deterministic(config),
+            options=CollectOptions(deterministic=components_lib.deterministic(config)),
             turns=turns,
         ),
         verify_fn=verify_fn if turns is None else turns.verdicts,

@@ -11,7 +11,7 @@ import numpy as np
 
 from reinforce_ada_jax.collection import selection
 from reinforce_ada_jax.collection.advantages import Group, make_group
-from reinforce_ada_jax.collection.collect import EstimateFn, collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, EstimateFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics, turn_metrics
 from reinforce_ada_jax.collection.selection import Choice
@@ -152,28 +152,24 @@ def _draw_fn(run: Run, source: Source, stop: Stop) -> DrawFn:
             rate = rollouts.counts.tokens / (time.monotonic() - begin)
             stop.check(f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
 
-        broken_off = None if job.broken_off is None else job.broken_off.partial
+        options = CollectOptions(
+            replacements=job.replacements,
+            estimate_fn=job.estimate_fn,
+            seed=config.seed,
+            iteration=source.iteration,
+            barrier=config.collection.barrier,
+            deterministic=components_lib.deterministic(config),
+            speculative=run.components.draws_speculatively(config.collection),
+        )
+        carried = CarriedRollouts(job.partial, job.prefetch)
         try:
             pools = collect(
-                job.prompts,
-                sample_fn,
-                verify,
-                job.strategy,
-                replacements=job.replacements,
-                estimate_fn=job.estimate_fn,
-                seed=config.seed,
-                iteration=source.iteration,
-                barrier=config.collection.barrier,
-                deterministic=components_lib.deterministic(config),
-                partial=job.partial,
-                prefetch=job.prefetch,
-                broken_off=broken_off,
-                speculative=run.components.draws_speculatively(config.collection),
-                turns=turns,
-                on_progress=on_progress,
-            )
+                job.prompts, sample_fn, verify, job.strategy, options,
+                carried=carried, turns=turns, on_progress=on_progress,
+            )  # fmt: skip
         except Interrupted:
             if job.broken_off is not None:
+                job.broken_off.partial.update(carried.broken_off)
                 job.broken_off.counts.update(dataclasses.asdict(rollouts.counts))
             raise
         return pools, collections.Counter(dataclasses.asdict(rollouts.counts))

@@ -7,7 +7,7 @@ import pytest
 
 from bench.simulation import Cost, SimulatedEngine
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CollectOptions, collect
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.rewards import cipher
 from reinforce_ada_jax.sampling import invariants
@@ -138,7 +138,7 @@ def counts_of(rollouts, lengths, strategy, **how):
         places = [lengths[prompt.id, response.draw] + response.draw for prompt, response in pairs]
         return [Verdict(place % 3 == 0, 0.0) for place in places]
 
-    collect(tiny.PROMPTS, sample_fn, verify, strategy, **how)
+    collect(tiny.PROMPTS, sample_fn, verify, strategy, CollectOptions(**how))
     return {name: getattr(rollouts.counts, name) for name in COUNTED}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies, verification
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.types import Prefetch, Prompt, Response, Verdict
 
@@ -130,9 +130,18 @@ def test_completion_order_decides_nothing(name, barrier):
 
     def run(sample, verify=grade, **options):
         pools = collect(
-            prompts[:wanted], sample, verify, strategy, replacements=prompts[wanted:],
-            estimate_fn=lambda prompts: PASS_RATES[: len(prompts)], seed=3, iteration=2, **options,
-        )  # fmt: skip
+            prompts[:wanted],
+            sample,
+            verify,
+            strategy,
+            CollectOptions(
+                replacements=prompts[wanted:],
+                estimate_fn=lambda prompts: PASS_RATES[: len(prompts)],
+                seed=3,
+                iteration=2,
+                **options,
+            ),
+        )
         return [summary(pool, strategy) for pool in pools]
 
     expected = run(sampler(slots=1000, choose=everything))
@@ -164,7 +173,9 @@ def test_replacements_are_the_shortest_beginning_that_keeps_enough(seed):
     enough = [count for count in range(8, 31) if kept[:count].sum() >= 8]
     some = lambda in_flight: [in_flight[index] for index in order.permutation(len(in_flight))[:2]]  # noqa: E731
     prompts = make_prompts(30)
-    pools = collect(prompts[:8], sampler(5, some), verifier(rewards), strategy, replacements=prompts[8:])
+    pools = collect(
+        prompts[:8], sampler(5, some), verifier(rewards), strategy, CollectOptions(replacements=prompts[8:])
+    )
     assert [pool.prompt.id for pool in pools] == [f"p{row}" for row in range(enough[0] if enough else 30)]
 
 
@@ -180,9 +191,13 @@ def test_replaced_prompts_close_and_others_count_once():
     rewards = [[0, 0], [0, 1], [1, 0], [1, 0]]
     prompts = make_prompts(4)
     collect(
-        prompts[:2], sample, verifier(rewards), build("dapo", group_size=2), replacements=prompts[2:],
+        prompts[:2],
+        sample,
+        verifier(rewards),
+        build("dapo", group_size=2),
+        CollectOptions(replacements=prompts[2:]),
         on_progress=lambda *numbers: progress.append(numbers),
-    )  # fmt: skip
+    )
     assert closed == [["p0"], ["p1"], ["p2"]]
     assert progress == [(1, 2), (2, 4), (3, 6)]
 
@@ -264,7 +279,11 @@ def barrier_and_not(rewards, slots, strategy):
     logs = [], []
     pools = [
         collect(
-            make_prompts(len(rewards)), sampler(slots, first_prompt, log), verifier(rewards), strategy, barrier=barrier
+            make_prompts(len(rewards)),
+            sampler(slots, first_prompt, log),
+            verifier(rewards),
+            strategy,
+            CollectOptions(barrier=barrier),
         )
         for barrier, log in zip((False, True), logs, strict=True)
     ]
@@ -296,7 +315,7 @@ def test_behind_the_barrier_nothing_starts_before_everything_is_back():
                 return
             yield [respond(in_flight.pop(0))]
 
-    collect(make_prompts(2), sample, verifier(np.zeros((2, 4))), strategy, barrier=True)
+    collect(make_prompts(2), sample, verifier(np.zeros((2, 4))), strategy, CollectOptions(barrier=True))
     assert in_flight_at_take == [0, 0]
     in_flight_at_take.clear()
     collect(make_prompts(2), sample, verifier(np.zeros((2, 4))), strategy)
@@ -329,7 +348,9 @@ def test_verification_beside_sampling_gives_the_same_pools():
             return thread.submit(lambda: time.sleep(0.001 * (len(pairs) % 3)) or grade(pairs))
 
         for deterministic in (True, False):
-            pools = collect(make_prompts(6), sampler(9, first), verify, strategy, deterministic=deterministic)
+            pools = collect(
+                make_prompts(6), sampler(9, first), verify, strategy, CollectOptions(deterministic=deterministic)
+            )
             assert [summary(pool, strategy) for pool in pools] == expected
 
 
@@ -357,7 +378,7 @@ def test_verdicts_are_read_when_they_arrive():
     strategy, sample, log = drive(verify, deterministic=False)
     at_once = lambda pairs: (verify(pairs), verify.answer(-1))[0]  # noqa: E731
     with pytest.raises(RuntimeError, match="1 requests taken and not returned"):
-        collect(make_prompts(2), sample, at_once, strategy, deterministic=False)
+        collect(make_prompts(2), sample, at_once, strategy, CollectOptions(deterministic=False))
     assert log[:2] == [1, 0]
 
 
@@ -403,13 +424,15 @@ def test_idle_slots_start_the_next_collection_which_resumes_from_there():
     strategy, prompts, log = balance(), make_prompts(8), []
     expected = collect(prompts, sampler(9, first), verifier(rewards), strategy)
     prefetch = Prefetch(prompts[4:])
-    now = collect(prompts[:4], filling(12, log), verifier(rewards), strategy, prefetch=prefetch)
+    now = collect(
+        prompts[:4], filling(12, log), verifier(rewards), strategy, carried=CarriedRollouts(prefetch=prefetch)
+    )
     drawn = {id: len([1 for response in partial.responses if response]) for id, partial in prefetch.partial.items()}
     assert sum(drawn.values()) == sum(is_prefetch for *_, is_prefetch in log) > 0
     assert all(is_prefetch == (id >= "p4") for id, _, is_prefetch in log)
     again = []
     saved = partial_from_text(partial_to_text(prefetch.partial))
-    then = collect(prompts[4:], filling(12, again), verifier(rewards), strategy, partial=saved)
+    then = collect(prompts[4:], filling(12, again), verifier(rewards), strategy, carried=CarriedRollouts(partial=saved))
     assert not {(id, draw) for id, draw, _ in log} & {(id, draw) for id, draw, _ in again}
     assert [summary(pool, strategy) for pool in now + then] == [summary(pool, strategy) for pool in expected]
 
@@ -426,15 +449,23 @@ def test_who_waits_for_verdicts_is_asked_all_the_while(monkeypatch, deterministi
 
     with pytest.raises(KeyError):
         collect(
-            make_prompts(1), sampler(4, everything), lambda pairs: Future(), strategies.fixed(4),
-            deterministic=deterministic, broken_off=broken_off, on_progress=on_progress,
-        )  # fmt: skip
+            make_prompts(1),
+            sampler(4, everything),
+            lambda pairs: Future(),
+            strategies.fixed(4),
+            CollectOptions(deterministic=deterministic),
+            carried=CarriedRollouts(broken_off=broken_off),
+            on_progress=on_progress,
+        )
     assert asked == [(0, 4)] * 4, "once for the yield"
     # Its responses are graded by the collection that goes on.
     (pool,) = collect(
-        make_prompts(1), sampler(4, everything), verifier([[1.0, 0.0, 0.0, 1.0]]), strategies.fixed(4),
-        partial=broken_off,
-    )  # fmt: skip
+        make_prompts(1),
+        sampler(4, everything),
+        verifier([[1.0, 0.0, 0.0, 1.0]]),
+        strategies.fixed(4),
+        carried=CarriedRollouts(partial=broken_off),
+    )
     assert pool.rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
@@ -461,11 +492,15 @@ def test_a_collection_that_is_broken_off_goes_on_without_a_response_lost(name, b
 
     def collected(sample, partial, broken_off):
         return collect(
-            prompts[:12], sample, verifier(rewards), strategy, replacements=replacements, barrier=barrier,
-            speculative=speculative, partial=partial, broken_off=broken_off,
-        )  # fmt: skip
+            prompts[:12],
+            sample,
+            verifier(rewards),
+            strategy,
+            CollectOptions(replacements=replacements, barrier=barrier, speculative=speculative),
+            carried=CarriedRollouts(partial=partial, broken_off=broken_off),
+        )
 
-    expected = collected(sampler(9, first), {}, None)
+    expected = collected(sampler(9, first), {}, {})
     partial = {}
     for yields in (0, 5, 7, 11):  # one after the other: each goes on from the one before
         log, broken_off = [], {}
@@ -476,7 +511,7 @@ def test_a_collection_that_is_broken_off_goes_on_without_a_response_lost(name, b
         drawn.append(yields)
         partial = partial_from_text(partial_to_text(broken_off))
     log = []
-    pools = collected(sampler(9, first, log), partial, None)
+    pools = collected(sampler(9, first, log), partial, {})
     assert not kept & {address for taken in log for address in taken}
     assert [summary(pool, strategy) for pool in pools] == [summary(pool, strategy) for pool in expected]
 
@@ -486,10 +521,14 @@ def test_another_reward_grades_prefetched_draws_again():
     rewards = (np.random.default_rng(2).random((8, 32)) < np.linspace(0, 1, 8)[:, None]).astype(float)
     strategy, prompts, log, again = balance(group_size=2, samples_per_round=2), make_prompts(8), [], []
     prefetch = Prefetch(prompts[4:])
-    collect(prompts[:4], filling(24, log), verifier(np.zeros((8, 32))), strategy, prefetch=prefetch)
+    collect(
+        prompts[:4], filling(24, log), verifier(np.zeros((8, 32))), strategy, carried=CarriedRollouts(prefetch=prefetch)
+    )
     assert any(partial.rounds > 1 for partial in prefetch.partial.values())
     partial = {name: rollouts.ungraded() for name, rollouts in prefetch.partial.items()}
-    pools = collect(prompts[4:], filling(24, again), verifier(rewards), strategy, partial=partial)
+    pools = collect(
+        prompts[4:], filling(24, again), verifier(rewards), strategy, carried=CarriedRollouts(partial=partial)
+    )
     expected = collect(prompts[4:], sampler(9, first), verifier(rewards), strategy)
     assert [summary(pool, strategy) for pool in pools] == [summary(pool, strategy) for pool in expected]
     assert any(pool.discarded for pool in pools)
@@ -509,7 +548,7 @@ def test_nothing_is_prefetched_once_the_last_prompt_is_closed():
         sample,
         verifier(np.zeros((2, 1))),
         strategies.fixed(1),
-        prefetch=Prefetch(make_prompts(2)[1:]),
+        carried=CarriedRollouts(prefetch=Prefetch(make_prompts(2)[1:])),
     )
     assert taken == []
 
@@ -627,7 +666,7 @@ def test_repeated_prompt_ids_are_refused():
     with pytest.raises(ValueError, match="2 prompt ids are used more than once, 'p1' first"):
         collect([*prompts, prompts[1], prompts[2]], sampler(1, first), verifier([]), strategies.fixed(2))
     with pytest.raises(ValueError, match="1 prompt ids are used more than once, 'p0' first"):
-        collect(prompts, sampler(1, first), verifier([]), strategies.fixed(2), replacements=prompts[:1])
+        collect(prompts, sampler(1, first), verifier([]), strategies.fixed(2), CollectOptions(replacements=prompts[:1]))
 
 
 @pytest.mark.parametrize("size", [0, -1, 5])

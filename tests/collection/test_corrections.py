@@ -10,7 +10,7 @@ import pytest
 
 from reinforce_ada_jax.collection import corrections, strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.types import EQUAL_NOISE, Pool, Prefetch, Prompt, Response, ScoreNoise, Verdict
@@ -277,11 +277,11 @@ def gradient(settings: SimpleNamespace, *, barrier: bool = False, overlap: bool 
 
     if overlap:
         prefetch = Prefetch(prompts[PROMPTS:])
-        collect(prompts[:PROMPTS], sample, verify, strategy, prefetch=prefetch)
+        collect(prompts[:PROMPTS], sample, verify, strategy, carried=CarriedRollouts(prefetch=prefetch))
         assert prefetch.partial
-        pools = collect(prompts[PROMPTS:], sample, verify, strategy, partial=prefetch.partial)
+        pools = collect(prompts[PROMPTS:], sample, verify, strategy, carried=CarriedRollouts(partial=prefetch.partial))
     else:
-        pools = collect(prompts[:PROMPTS], sample, verify, strategy, barrier=barrier)
+        pools = collect(prompts[:PROMPTS], sample, verify, strategy, CollectOptions(barrier=barrier))
     groups = [make_group(pool, strategy) for pool in pools]
     sums = [np.dot(group.advantages, group.pool.correct[group.kept] - PASS_RATE) for group in groups]
     return np.array(sums) / (PASS_RATE * (1 - PASS_RATE))

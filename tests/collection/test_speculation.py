@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CollectOptions, collect
 from reinforce_ada_jax.collection.metrics import discarded_metrics
 from reinforce_ada_jax.collection.speculation import probability_of_use
 from reinforce_ada_jax.types import Prompt, Response, Verdict
@@ -130,7 +130,9 @@ def test_speculation_and_completion_order_decide_nothing(samples_per_round):
 
         sampler = Sampler(int(order.integers(1, 20)), some)
         verifier = Verifier(CORRECT, order if seed % 3 else None)
-        pools = collect(prompts, sampler, verifier, strategy, speculative=True, deterministic=bool(seed % 2))
+        pools = collect(
+            prompts, sampler, verifier, strategy, CollectOptions(speculative=True, deterministic=bool(seed % 2))
+        )
         assert [summary(pool) for pool in pools] == [summary(pool) for pool in plain]
         speculated += len(sampler.speculative)
         # Every response is in a pool or counted as discarded, by its tokens; and discarded ones are not graded.
@@ -150,7 +152,13 @@ def test_nothing_is_speculative_unless_asked_for_nor_behind_a_barrier_nor_where_
     )  # fmt: skip
     for config, how in ((strategy, {}), (strategy, {"barrier": True, "speculative": True}), (planned, {})):
         sampler = Sampler(100)
-        collect(prompts, sampler, Verifier(CORRECT), config, **({"speculative": True} if config is planned else how))
+        collect(
+            prompts,
+            sampler,
+            Verifier(CORRECT),
+            config,
+            CollectOptions(**{"speculative": True} if config is planned else how),
+        )
         assert sampler.speculative == []
 
 
@@ -158,14 +166,16 @@ def test_a_chain_of_single_draws_takes_one_yield():
     # p0 is never solved. One slot: 32 responses one after another. 32 slots: all at once, and no more than max_draws.
     for slots, yields in ((1, [1] * 32), (32, [32]), (100, [32])):
         sampler = Sampler(slots)
-        (pool,) = collect(make_prompts(1), sampler, Verifier(np.zeros((1, 32))), until_correct(), speculative=True)
+        (pool,) = collect(
+            make_prompts(1), sampler, Verifier(np.zeros((1, 32))), until_correct(), CollectOptions(speculative=True)
+        )
         assert sampler.yields == yields and pool.rounds == 32 and pool.discarded == ()
 
 
 def test_draws_beyond_the_first_success_are_discarded():
     # 8 slots start draws 0 to 7; draw 2 is correct. Draws 3 to 7 have 1, 2, 3, 1, 2 tokens.
     sampler, verifier = Sampler(8), Verifier([[0, 0, 1] + [1] * 29])
-    (pool,) = collect(make_prompts(1), sampler, verifier, until_correct(), speculative=True)
+    (pool,) = collect(make_prompts(1), sampler, verifier, until_correct(), CollectOptions(speculative=True))
     assert [response.draw for response in pool.responses] == [0, 1, 2]
     assert pool.discarded == (1, 2, 3, 1, 2)
     assert discarded_metrics([pool]) == {"collection/discarded_responses": 5, "collection/discarded_tokens": 9}
@@ -191,7 +201,7 @@ def test_the_draws_that_are_most_probably_needed_go_first():
 
     correct = np.zeros((2, 32))
     correct[0, 5] = correct[1, 0] = 1
-    pools = collect(make_prompts(2), sample, Verifier(correct), until_correct(), speculative=True)
+    pools = collect(make_prompts(2), sample, Verifier(correct), until_correct(), CollectOptions(speculative=True))
     assert taken == [("p0", 3), ("p0", 4), ("p0", 5)]
     assert [(len(pool.responses), pool.discarded) for pool in pools] == [(6, ()), (1, (2,))]
 
@@ -217,5 +227,5 @@ def test_a_closed_prompt_waits_for_its_speculative_draws():
             yield [respond(each)]
         closed.append(queue.closed())
 
-    collect(make_prompts(1), sample, Verifier([[1] * 32]), until_correct(), speculative=True)
+    collect(make_prompts(1), sample, Verifier([[1] * 32]), until_correct(), CollectOptions(speculative=True))
     assert closed == [[], [], ["p0"]]

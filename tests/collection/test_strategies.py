@@ -12,7 +12,7 @@ from reinforce_ada_jax import config as config_module
 from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import keep_draws, make_group
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import PromptProgress, uniform_at_address
 from reinforce_ada_jax.config import collection_rules, values
@@ -53,7 +53,11 @@ def draw(section, bits: dict[str, str], replacements: int = 0, estimates=None, *
     estimate_fn = estimates and (lambda prompts: np.array([estimates[prompt.id] for prompt in prompts]))
     first = len(prompts) - replacements
     return collect(
-        prompts[:first], sample, verify, section, replacements=prompts[first:], estimate_fn=estimate_fn, **options
+        prompts[:first],
+        sample,
+        verify,
+        section,
+        CollectOptions(replacements=prompts[first:], estimate_fn=estimate_fn, **options),
     )
 
 
@@ -421,7 +425,7 @@ def test_a_prompt_begun_ahead_goes_on_from_its_own_mean():
         def verify(pairs):
             return [Verdict(scores[response.draw] > 0.7, scores[response.draw]) for _, response in pairs]
 
-        (pool,) = collect([PROMPT], sample, verify, section, partial={"p": begun})
+        (pool,) = collect([PROMPT], sample, verify, section, carried=CarriedRollouts(partial={"p": begun}))
         assert len(pool.responses) == drawn and pool.met
 
 

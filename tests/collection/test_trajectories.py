@@ -8,7 +8,7 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies, trajectories
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, collect
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
@@ -95,9 +95,14 @@ def draw(environment, sample, strategy=GRPO, prompts=PROMPTS, *, partial=None, b
             raise KeyError("asked to end")
 
     return collect(
-        prompts, sample, turns.verdicts, strategy, turns=turns, partial=partial, broken_off=broken_off,
+        prompts,
+        sample,
+        turns.verdicts,
+        strategy,
+        carried=CarriedRollouts(partial or {}, broken_off={} if broken_off is None else broken_off),
+        turns=turns,
         on_progress=on_progress,
-    )  # fmt: skip
+    )
 
 
 def described(pools):

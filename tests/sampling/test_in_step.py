@@ -10,7 +10,7 @@ import pytest
 
 from bench.simulation import HostArray, Hosts
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -52,10 +52,11 @@ def verify(pairs) -> Future[list[Verdict]]:
     return verdicts
 
 
-def collected(rollouts: Rollouts, prompts: list[Prompt], verify_fn=verify, **settings) -> list[Pool]:
+def collected(rollouts: Rollouts, prompts: list[Prompt], verify_fn=verify, on_progress=None, **how) -> list[Pool]:
     config = types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=3)
     sample_fn = rollouts.sampler(None, stream=0, sampling=SamplingParams(12))
-    return collect(prompts, sample_fn, verify_fn, strategies.build(config), **settings)
+    strategy, options = strategies.build(config), CollectOptions(**how)
+    return collect(prompts, sample_fn, verify_fn, strategy, options, on_progress=on_progress)
 
 
 def run(num_hosts: int, program, options: EngineOptions = OPTIONS) -> tuple[list, list[list[int]]]:
@@ -172,13 +173,22 @@ class Echo:
         pass
 
 
-def trajectories(rollouts, prompts, environment=None, *, deterministic=True, **settings) -> list[Pool]:
+def trajectories(rollouts, prompts, environment=None, *, deterministic=True, kept=None, on_progress=None) -> list[Pool]:
     turns = Trajectories(environment or Echo(), max_turns=3, max_tokens=22, deterministic=deterministic, max_begun=8)
     sample_fn = rollouts.sampler(None, stream=0, sampling=SamplingParams(6))
     strategy = strategies.build(
         types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=3)
     )
-    return collect(prompts, sample_fn, turns.verdicts, strategy, turns=turns, deterministic=deterministic, **settings)
+    return collect(
+        prompts,
+        sample_fn,
+        turns.verdicts,
+        strategy,
+        CollectOptions(deterministic=deterministic),
+        carried=CarriedRollouts(broken_off={} if kept is None else kept),
+        turns=turns,
+        on_progress=on_progress,
+    )
 
 
 def described(pools: list[Pool]) -> list:
@@ -248,7 +258,7 @@ def test_a_host_that_is_broken_off_while_it_waits_for_an_environment_stops_all(d
         kept, settings = {}, {"deterministic": deterministic, "on_progress": on_progress}
         environment = Echo(environments, silent) if host else None
         try:
-            trajectories(rollouts, short_prompts(host, 5), environment, broken_off=kept, **settings)
+            trajectories(rollouts, short_prompts(host, 5), environment, kept=kept, **settings)
         except Interrupted:
             return kept
         raise AssertionError("it was not broken off")

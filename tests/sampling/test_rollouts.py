@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.sampling import state
 from reinforce_ada_jax.sampling import token as token_lib
@@ -272,10 +272,10 @@ def test_idle_slots_begin_the_next_iteration_under_its_own_addresses():
     now, then, prefetch = tiny.PROMPTS[:3], tiny.PROMPTS[3:], Prefetch(tiny.PROMPTS[3:])
     sampling = SamplingParams(tiny.LIMIT)
     first = rollouts.sampler(weights, stream=0, prefetch_stream=1, policy_version=6, sampling=sampling)
-    pools = collect(now, first, tiny.verdicts, strategy, prefetch=prefetch)
+    pools = collect(now, first, tiny.verdicts, strategy, carried=CarriedRollouts(prefetch=prefetch))
     tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
     second = rollouts.sampler(weights, stream=1, policy_version=7, sampling=sampling)
-    pools += collect(then, second, tiny.verdicts, strategy, partial=prefetch.partial)
+    pools += collect(then, second, tiny.verdicts, strategy, carried=CarriedRollouts(partial=prefetch.partial))
     drawn = tiny.samples(pools)
     versions = {address: response.policy_version for address, response in drawn.items()}
     assert {policy_version for (id, _), policy_version in versions.items() if id in ("p1", "p4", "p5")} == {6}
@@ -354,9 +354,12 @@ def test_a_prompt_that_waits_for_room_waits_for_verdicts(verdicts_s):
 
     with ThreadPoolExecutor(1) as verifier:
         pools = collect(
-            tiny.PROMPTS, rollouts.sampler(None, stream=0, sampling=SamplingParams(12)),
-            lambda pairs: verifier.submit(late, pairs), for_all(2, 1), deterministic=False,
-        )  # fmt: skip
+            tiny.PROMPTS,
+            rollouts.sampler(None, stream=0, sampling=SamplingParams(12)),
+            lambda pairs: verifier.submit(late, pairs),
+            for_all(2, 1),
+            CollectOptions(deterministic=False),
+        )
     assert [len(pool.responses) for pool in pools] == [3] * 5
     assert rollouts.counts.prefills == 5
 
@@ -374,7 +377,7 @@ def test_prompts_begun_ahead_make_room_for_each_other():
         rollouts.sampler(None, stream=0, prefetch_stream=2, sampling=SamplingParams(12)),
         tiny.verdicts,
         strategy,
-        prefetch=prefetch,
+        carried=CarriedRollouts(prefetch=prefetch),
     )
     assert len(pools[0].responses) == 12
     assert [name for name, begun in prefetch.partial.items() if begun.rounds == 1] == ["p4", "p5", "p16"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
@@ -113,12 +113,12 @@ def test_32_rounds_of_one_under_every_invariant(speculative, pages, replicas, sl
 
     prefetch, sampling = Prefetch(then), SamplingParams(LONGEST)
     with ThreadPoolExecutor(1) as verifier:
-        how = dict(config=until_correct(N_MAX), deterministic=False, speculative=speculative)
+        strategy, options = until_correct(N_MAX), CollectOptions(deterministic=False, speculative=speculative)
         first = rollouts.sampler(None, stream=4, prefetch_stream=5, sampling=sampling)
-        pools = collect(now, first, verify, prefetch=prefetch, **how)
+        pools = collect(now, first, verify, strategy, options, carried=CarriedRollouts(prefetch=prefetch))
         prefills = rollouts.counts.prefills
         second = rollouts.sampler(None, stream=5, sampling=sampling)
-        pools += collect(then, second, verify, partial=prefetch.partial, **how)
+        pools += collect(then, second, verify, strategy, options, carried=CarriedRollouts(partial=prefetch.partial))
     assert len(now) <= prefills <= len(prompts) and rollouts.counts.prefills <= len(then)
     for pool in pools:
         stream = 4 if pool.prompt in now else 5

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CollectOptions, collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import response_logprobs
@@ -104,7 +104,7 @@ def collect_pools(rollouts, strategy, *, prompts=PROMPTS, stream=0, limit=LIMIT,
     sampling = SamplingParams(limit, temperature)
     params = params_on(rollouts.engine.mesh) if params is None else params
     sample_fn = rollouts.sampler(params, stream=stream, sampling=sampling)
-    pools = collect(prompts, sample_fn, verdicts, strategy, **how)
+    pools = collect(prompts, sample_fn, verdicts, strategy, CollectOptions(**how))
     assert_idle(rollouts.state, rollouts.engine.options.pages)
     return pools
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.training import sharded_collection
@@ -135,10 +135,14 @@ def collected(
         if log is not None:
             log.append([prompt.id for prompt in job.prompts])
         pools = collect(
-            job.prompts, functools.partial(sample, prefetch=prefetch), verify, job.strategy,
-            replacements=job.replacements, estimate_fn=job.estimate_fn, seed=3, iteration=5, partial=job.partial,
-            prefetch=job.prefetch, broken_off=job.broken_off and job.broken_off.partial, on_progress=end,
-        )  # fmt: skip
+            job.prompts,
+            functools.partial(sample, prefetch=prefetch),
+            verify,
+            job.strategy,
+            CollectOptions(replacements=job.replacements, estimate_fn=job.estimate_fn, seed=3, iteration=5),
+            carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial if job.broken_off else {}),
+            on_progress=end,
+        )
         return pools, collections.Counter(tokens=sum(len(r.tokens) for pool in pools for r in pool.responses))
 
     job = sharded_collection.Job(
@@ -263,7 +267,7 @@ def test_shards_are_balanced_by_planned_draws(monkeypatch):
         def draw(job):
             drawn_by[index].extend(prompt.id for prompt in job.prompts)
             return collect(
-                job.prompts, sample, verify, job.strategy, estimate_fn=job.estimate_fn
+                job.prompts, sample, verify, job.strategy, CollectOptions(estimate_fn=job.estimate_fn)
             ), collections.Counter()
 
         # 10 draws for p0 and 2 for the others: p0 weighs as much as all of them.
@@ -298,7 +302,8 @@ def test_single_draws_with_speculation_are_the_same_in_several_processes(monkeyp
 
     def run(sample_fn):
         def draw(job):
-            return collect(job.prompts, sample_fn, verify, job.strategy, speculative=True), collections.Counter()
+            pools = collect(job.prompts, sample_fn, verify, job.strategy, CollectOptions(speculative=True))
+            return pools, collections.Counter()
 
         return drawn_by_all(sharded_collection.Job(prompts, strategy), draw)[0]
 
