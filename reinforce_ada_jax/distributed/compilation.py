@@ -4,6 +4,7 @@ A program that is compiled here for the shapes and shardings of a later call is 
 """
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -41,6 +42,15 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(sharded, shapes, jax.tree.broadcast(shardings, shapes))
 
 
+def return_freed_memory() -> None:
+    """Returns freed memory of the C library to the system; does nothing where the C library can't.
+
+    The compiler of the programs of SmolLM2-135M left 0.5 GB in the heap, which nothing used afterwards.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
     """Programs that are compiled, in the order in which they are added, before they are called.
 
@@ -64,6 +74,7 @@ class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
         def compile_program(lower: Lower) -> None:
             wait(earlier)
             lower().compile()
+            return_freed_memory()
 
         for name, lower in programs.items():
             self._programs[name] = self._pool.submit(compile_program, lower)

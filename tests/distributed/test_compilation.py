@@ -1,5 +1,8 @@
 """Programs that are compiled in threads before they are called, and what the progress line says meanwhile."""
 
+import pathlib
+import resource
+import sys
 import threading
 
 import jax
@@ -7,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reinforce_ada_jax.distributed.compilation import EarlyCompilation, abstract
+from reinforce_ada_jax.distributed.compilation import EarlyCompilation, abstract, return_freed_memory
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 
 
@@ -64,3 +67,17 @@ def test_errors_of_a_program_and_of_the_report_end_the_waiting():
         release.set()
         with pytest.raises(ValueError, match="no such layout"):
             ready(print)
+
+
+def resident_bytes() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other C libraries keep or return memory by rules of their own")
+def test_memory_that_is_free_between_used_blocks_goes_back_to_the_system():
+    blocks = [b"x" * 100_000 for _ in range(1000)]  # too small for mappings of their own
+    used = blocks[::50]
+    full = resident_bytes()
+    del blocks
+    return_freed_memory()
+    assert full - resident_bytes() > 50e6 and len(used) == 20
