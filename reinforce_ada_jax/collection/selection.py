@@ -10,8 +10,10 @@ package. How many responses are drawn for a prompt is the strategy's choice (str
 import dataclasses
 import json
 import math
+import numbers
 import pathlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -277,6 +279,21 @@ def _noise(group: Group) -> float:
     """Returns the sum of a_i^2 |s_i|^2 over the rows of a group, without the prompt's factor."""
     rows = zip(group.kept.tolist(), (group.advantages / group.weight).tolist(), strict=True)
     return math.fsum(advantage**2 * score_square(group.pool.responses[draw]) for draw, advantage in rows)
+
+
+def observe(selection: Selection, groups: Sequence[Group], source: str) -> dict[str, float]:
+    """Lets a selection learn from groups, and returns its metrics; `source` is `collection.selection`.
+
+    Raises:
+      ValueError: a class of the user's fails, or a metric is no number.
+    """
+    path, is_file, _ = source.rpartition(":")
+    with user_code.failures(pathlib.Path(path), f"collection.selection is {source!r}") if is_file else nullcontext():
+        metrics = dict(selection.observe(groups) or {})
+        for name, value in metrics.items():
+            if not isinstance(value, numbers.Real):
+                raise ValueError(f"the metric {name!r} is {value!r}; it must be a number")
+    return metrics
 
 
 # ---- from a configuration --------------------------------------------------------------------------------------------

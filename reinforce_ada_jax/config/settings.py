@@ -294,7 +294,7 @@ class SamplingConfig:
     slots: int = setting(
         0, "Responses decoded at the same time in each of mesh.data * mesh.fsdp replicas (with mesh.sampler, in each "
         "of mesh.sampler / mesh.tensor); 0: 256, or on CPUs as many as the strategy keeps busy, at most 64.",
-        values.NOT_NEGATIVE,
+        values.SLOTS,
     )  # fmt: skip
     window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
     page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.AT_LEAST_1)

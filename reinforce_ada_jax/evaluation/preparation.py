@@ -96,7 +96,8 @@ class OutputFiles:
     def check(self, source: str) -> None:
         """Raises ValueError if the output can't be written, or is a file that this command did not write."""
         check_source("--input", source)
-        check_output("--output", self.output, folder=False)
+        for path in (self.output, self.manifest, self.draws):
+            check_output("--output", path, folder=path == self.draws)
         if self.output.suffix != ".jsonl":
             raise ValueError(f"--output is {self.output}; it must end with .jsonl, because it gets one problem a line.")
         if self.output.exists() and not self.manifest.exists():

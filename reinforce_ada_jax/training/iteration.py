@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Sequence
 
-from reinforce_ada_jax.collection import averages
+from reinforce_ada_jax.collection import averages, selection
 from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.distributed import processes
@@ -114,7 +114,10 @@ def _check_verdicts(run: Run, state: RunState, groups: Sequence[Group]) -> None:
 
 def _observe(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     """Lets the choice of prompts and the estimator of pass rates learn from the groups; returns their metrics."""
-    metrics = dict(run.selection.observe(groups) or {})
+    try:
+        metrics = selection.observe(run.selection, groups, run.config.collection.selection)
+    except ValueError as error:
+        raise TrainingStopped(f"{error}.") from error
     return metrics if run.estimator is None else metrics | run.estimator.observe([group.pool for group in groups])
 
 

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.collection import selection as selection_lib
 from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.collection.selection import (
@@ -236,6 +237,20 @@ def test_a_class_in_a_file(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"collection.selection is '{file}:{name}'.*{message}"):
             build(name)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [("{'selection/seen': 'many'}", "the metric 'selection/seen' is 'many'; it must be a number"),
+     ("{}[groups]", r"TypeError: unhashable type: 'list' \(.*mine.py, line 2\)")],
+)  # fmt: skip
+def test_what_a_class_observes_must_be_numbers(tmp_path, returned, message):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def observe(groups):\n    return {returned}\n")
+    selection = Shuffled(make_prompts(4), 0)
+    selection.observe = user_code.run(file).observe
+    with pytest.raises(ValueError, match=f"collection.selection is '{file}:Mine', which failed: {message}"):
+        selection_lib.observe(selection, [], f"{file}:Mine")
 
 
 # ---- the selection of unequal probabilities --------------------------------------------------------------------------
