@@ -1,3 +1,9 @@
+"""Files that survive a kill and a full disk."""
+
+import subprocess
+import sys
+import time
+
 import pytest
 
 from reinforce_ada_jax.files.durable import finished_lines, read_records, write_atomically
@@ -9,6 +15,46 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     write_atomically(file, "new½")
     assert file.read_text("utf-8") == "new½"
     assert list(tmp_path.iterdir()) == [file]
+
+
+WRITES = """
+import pathlib, sys
+from reinforce_ada_jax.files.durable import write_atomically
+number = 0
+while True:
+    number += 1
+    write_atomically(pathlib.Path(sys.argv[1]), f"{number} " * 500_000)
+"""
+
+
+def test_every_reader_finds_the_old_content_or_all_of_the_new_one(tmp_path):
+    """So does whoever comes after a kill, at whatever moment it was."""
+    file = tmp_path / "config.json"
+
+    def content() -> str:
+        words = file.read_text().split()
+        assert len(words) == 500_000 and len({*words}) == 1
+        return words[0]
+
+    with subprocess.Popen([sys.executable, "-c", WRITES, str(file)]) as writer:
+        try:
+            while not file.exists():
+                time.sleep(0.001)
+            seen = {content() for _ in range(20)}
+        finally:
+            writer.kill()
+    assert len(seen) > 1 and content()
+    write_atomically(file, "after")  # whatever the kill left beside it
+    assert file.read_text() == "after" and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path):
+    file = tmp_path / "config.json"
+    write_atomically(file, "old")
+    (tmp_path / "config.json.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(file, "new")
+    assert file.read_text() == "old" and [*tmp_path.iterdir()] == [file]
 
 
 def test_finished_lines_end_with_a_line_break(tmp_path):
