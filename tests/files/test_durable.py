@@ -28,7 +28,7 @@ while True:
 
 
 def test_every_reader_finds_the_old_content_or_all_of_the_new_one(tmp_path):
-    """So does whoever comes after a kill, at whatever moment it was."""
+    """A start after a kill finds the same, at any moment of the kill."""
     file = tmp_path / "config.json"
 
     def content() -> str:
