@@ -99,8 +99,8 @@ def outcomes(
     """Returns the distribution of the states (`Outcomes`) with which a prompt of each pass rate ends.
 
     It goes from state to state by `next_draws`, `continue_probability` and binomial rounds, as collect.py does. The
-    strategy decides by the counts in a PromptProgress alone, which has this `estimate` and `planned` for all prompts. A
-    strategy without `max_draws` is cut where less than 1e-12 is left at every pass rate.
+    strategy sees only the counts in a PromptProgress, and this `estimate` and `planned` for all prompts. A strategy
+    without `max_draws` is cut where less than 1e-12 is left at every pass rate.
 
     Raises:
       ValueError: the strategy breaks its own bounds, or never ends.
@@ -221,7 +221,7 @@ def terms_by_state(
 ) -> Callable[..., GroupTerms]:
     """Returns `group_terms` as a function of a final state: the numbers of `Outcomes`, in their order.
 
-    What makes no difference to the strategy is left out of the state, and each distinct one is computed once.
+    States that differ only in numbers which the strategy does not use are computed once.
     """
 
     @functools.cache
@@ -235,7 +235,7 @@ def terms_by_state(
     def terms(rounds: int, drawn: int, correct: int, success_round: int, success_correct: int) -> GroupTerms:
         if strategy.coefficients is not None:
             return distinct(drawn, correct, rounds, (success_round, success_correct))
-        # Groups know nothing of rounds, except where the rule drops some.
+        # Groups depend on rounds only where the rule drops some.
         return distinct(drawn, correct, rounds if strategy.drop_unmet else 1, NO_SUCCESS)
 
     return terms
@@ -243,7 +243,7 @@ def terms_by_state(
 
 def _mean(ends: Outcomes, values: np.ndarray) -> Float[np.ndarray, " P"]:
     """Returns the mean of a number per state at each pass rate."""
-    # Measured from the first, so that a number that is equal in all states is its mean to the last bit.
+    # The differences from the first value are averaged, so that equal values are their own mean to the last bit.
     values = np.asarray(values, np.float64)
     return values[0] + (values - values[0]) @ ends.probability
 
@@ -301,14 +301,15 @@ def expectations(
 
         E[g] = signal(p) grad p,    signal(p) = E[A+] / p - E[A-] / (1 - p)
 
-    with A+ and A- the sums of a_i over correct and over wrong responses. The update climbs E[f(p)] where signal = f'.
-    A fixed number n of draws, all kept, with their mean as baseline, has (n - 1) / n. `variance` does not depend on
-    `rows`. Where the strategy plans, the draws of all P prompts are planned together, as if the estimates were exact.
+    with A+ and A- the sums of a_i over correct and over wrong responses. The update climbs E[f(p)] where signal = f'. A
+    fixed number n of draws, all kept, with their mean as baseline, has the signal (n - 1) / n. `variance` does not
+    depend on `rows`. Where the strategy plans, the draws of all P prompts are planned together, as if the estimates
+    were exact.
 
     Args:
       config: the `collection` section of a configuration, or any object with the attributes of `StrategyConfig`.
       pass_rates: of P prompts, in [0, 1]; several prompts may have the same.
-      noise: of scores, which weighs the squares in `score_noise`; the control variate "noise" is made for it.
+      noise: noise of the scores; it weighs the squares in `score_noise`, and the control variate "noise" uses it.
 
     Raises:
       ValueError: the settings break a rule, or a pass rate is not in [0, 1].

@@ -13,7 +13,7 @@ from reinforce_ada_jax.reporting.panels import Curve, Panel
 
 
 def number(x: float) -> str:
-    """Returns a number with two decimals from 1 on, with four below 1, and as a power of ten where these are 0."""
+    """Returns a number with four decimals below 1, two from 1 on, none from 1,000 on; in powers of ten below 0.0001."""
     if not np.isfinite(x):
         return "-" if np.isnan(x) else "inf"
     if abs(x) >= 1:
