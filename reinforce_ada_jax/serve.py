@@ -6,8 +6,8 @@
     python -m reinforce_ada_jax.serve --model=HF_DIR --api=grpc --port=9000
 
 The engine is the one that training samples with. The first SIGINT (Ctrl-C) or SIGTERM stops it when the running
-responses have ended, or --grace_s seconds have; a second one stops it at once. Nothing that a client sends makes it
-read or write a file.
+responses have ended, or --grace_s seconds have; a second one stops it at once. No request of the interfaces
+openai and grpc reads or writes a file; clients of tinker save adapters in --workdir.
 """
 
 import asyncio

@@ -91,8 +91,8 @@ def keep_fits_the_strategy(collection: CollectionConfig) -> None:
         )
     if collection.keep == "group" and collection.strategy == "estimate":
         raise ValueError(
-            "collection.keep is 'group' with the strategy estimate, which pays a part of each prompt's weight by the "
-            "number of its draws: groups of one size would lose that part. Leave it empty."
+            "collection.keep is 'group' with the strategy estimate, which draws more responses for prompts that weigh "
+            "more: groups of one size would lose this part of the weight. Leave it empty."
         )
 
 
@@ -138,7 +138,7 @@ def draws_follow_the_estimate(collection: CollectionConfig) -> None:
     """estimate: not pass_at_k; where w(p) is constant (identity), the allocation is "variance"."""
     if collection.strategy == "estimate" and collection.objective == "pass_at_k":
         raise ValueError(
-            "collection.objective is 'pass_at_k' with the strategy estimate, whose draws pay a part of w(p), and this "
+            "collection.objective is 'pass_at_k' with the strategy estimate, whose number of draws follows w(p), and this "
             "weight falls to 0 where a prompt is always solved. Use the objective identity, log or power, or the "
             "strategy positive or balance."
         )
@@ -225,7 +225,7 @@ def correction_fits(collection: CollectionConfig) -> None:
             "the correction exact."
         )
     if kind == "none":
-        _weights_are_paid_once(collection)
+        _weights_count_once(collection)
         return
     if strategy not in ("grpo", "positive", "balance", "ngu"):
         raise ValueError(
@@ -241,7 +241,7 @@ def correction_fits(collection: CollectionConfig) -> None:
         _series_is_reached(collection)
 
 
-def _weights_are_paid_once(collection: CollectionConfig) -> None:
+def _weights_count_once(collection: CollectionConfig) -> None:
     """Raises ValueError if w(p) counts twice: by draws that grow as p falls, and as a whole weight."""
     pools = collection.strategy == "ngu" or (
         collection.strategy in ("positive", "balance") and collection.keep == "pool"
@@ -250,7 +250,7 @@ def _weights_are_paid_once(collection: CollectionConfig) -> None:
         raise ValueError(
             f"collection.objective is {collection.objective!r} with the strategy {collection.strategy}, every response "
             "kept and no correction: hard prompts have more responses in the update, and each is multiplied by w(p) as "
-            "well, so w(p) is paid twice. Set collection.correction to exact or stratified."
+            "well, so w(p) counts twice. Set collection.correction to exact or stratified."
         )
 
 

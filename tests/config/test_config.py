@@ -168,8 +168,8 @@ def test_a_group_must_fit_into_one_round(strategy):
 # Settings of the collection section that can't be meant, and what is said of them.
 COLLECTION_MISTAKES = [
     ({"correction": "some"}, "collection.correction is 'some'; it must be one of none, stratified, exact"),
-    ({"strategy": "ngu", "objective": "log", "correction": "none"}, "w\\(p\\) is paid twice.*exact or stratified"),
-    ({"strategy": "positive", "keep": "pool", "objective": "power", "correction": "none"}, "is paid twice"),
+    ({"strategy": "ngu", "objective": "log", "correction": "none"}, "w\\(p\\) counts twice.*exact or stratified"),
+    ({"strategy": "positive", "keep": "pool", "objective": "power", "correction": "none"}, "counts twice"),
     (
         {"strategy": "estimate", "objective": "log", "correction": "exact"},
         "derived for grpo, positive, balance and ngu",
