@@ -37,7 +37,6 @@ from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.forward import choose_attention
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
-from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture, to_hf
 from reinforce_ada_jax.sampling.engine import Engine
@@ -107,7 +106,7 @@ def sampling(architecture: Architecture, options: flags.FlagValues) -> dict[str,
 
     seconds = seconds_of(_workload(architecture, options, 1))
     tokens = rollouts.counts.prefilled_tokens
-    flops = 2 * architecture.num_layers * roofline.layer_weights(architecture) * tokens
+    flops = 2 * architecture.num_layers * architecture.layer_weights(active=True) * tokens
     prefill = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "flops": flops}
     seconds = seconds_of(workload)
     tokens, steps = rollouts.counts.tokens, rollouts.counts.slot_steps // options.slots

@@ -130,7 +130,7 @@ def necessary_flops(a: Architecture, examples: list[dict[str, Any]]) -> int:
     """
     lengths = [len(example["prompt"]) + len(example["response"]) for example in examples]
     per_context = 12 * a.num_layers * a.num_heads * a.head_dim
-    return sum(length * (6 * a.num_parameters + per_context * length) for length in lengths)
+    return sum(length * (6 * a.active_parameters + per_context * length) for length in lengths)
 
 
 def published_peak(device: str) -> float | None:

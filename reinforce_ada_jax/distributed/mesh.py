@@ -26,7 +26,8 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "head": None,
-    "mlp": "tensor",
+    "mlp": "tensor",  # also the width of each expert
+    "experts": None,
     "vocab": "tensor",
 }
 

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -14,7 +13,7 @@ from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.platform import Platform
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import blocked_attention, cudnn_attention
-from reinforce_ada_jax.policy.transformer import Decoder, SegmentAttend, causal_attend
+from reinforce_ada_jax.policy.transformer import Decoder, SegmentAttend, ShardingConstraint, causal_attend
 
 
 def choose_attention(platform: Platform, mesh: Mesh) -> SegmentAttend:
@@ -38,7 +37,7 @@ def row_settings(platform: Platform, mesh: Mesh, dtype: DTypeLike) -> dict[str, 
     by_row = mesh_lib.sharding(mesh, ("rows", None, None))
     return dict(
         attend=choose_attention(platform, mesh), dtype=jnp.dtype(dtype), remat=platform.remat,
-        constrain=functools.partial(jax.lax.with_sharding_constraint, shardings=by_row),
+        constrain=ShardingConstraint(by_row),
     )  # fmt: skip
 
 

@@ -150,7 +150,8 @@ def activation_bytes(architecture: Architecture, remat: str, dtype: DTypeLike) -
     numbers = a.hidden_size
     if remat == "dots":
         query, keys = a.num_heads * a.head_dim, 2 * a.num_kv_heads * a.head_dim
-        numbers += 2 * query + keys + 2 * a.hidden_size + 2 * a.ffn_size
+        # Of experts only the router's logits: their products are grouped, and computed again.
+        numbers += 2 * query + keys + 2 * a.hidden_size + (a.num_experts or 2 * a.ffn_size)
     return a.num_layers * numbers * jnp.dtype(dtype).itemsize
 
 
@@ -191,7 +192,10 @@ def update_program(mesh: Mesh, config: Config, architecture: Architecture) -> in
     device = mesh.devices.flat[0]
     rows = micro_rows_on(mesh, config, architecture)
     flops = (
-        6 * architecture.num_parameters * rows * (config.data.max_prompt_tokens + config.sampling.max_response_tokens)
+        6
+        * architecture.active_parameters
+        * rows
+        * (config.data.max_prompt_tokens + config.sampling.max_response_tokens)
     )
     return micro_batches_per_program(flops / mesh.size, device.platform, device.device_kind)
 

@@ -29,7 +29,7 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     """Returns the line of a dry run on the time of an iteration, in minutes, where all responses have full length."""
     architecture, engine, prompts = components.architecture, components.engine, config.collection.prompts_per_iteration
     response, dtype = config.sampling.max_response_tokens, config.model.compute_dtype
-    weights, devices = architecture.num_parameters, components.mesh.size
+    weights, devices = architecture.active_parameters, components.mesh.size
     step = weights * product_seconds(engine.options.slots, architecture.hidden_size, dtype)
     step *= engine.replicas / engine.mesh.size
     token = weights * product_seconds(DENSE_ROWS, architecture.hidden_size, dtype) / DENSE_ROWS / devices

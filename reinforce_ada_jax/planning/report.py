@@ -87,7 +87,7 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
         )
     return (
         f"slice    {topology}, {mesh.size} devices of {_gib(deployment.chip.hbm_bytes)} GiB; mesh {axes}\n"
-        f"model    {architecture.family}, {architecture.num_parameters:,} weights, from {source}\n"
+        f"model    {architecture.family}, {architecture.described_size}, from {source}\n"
         f"engine   {run.engine.replicas} replicas, each of {options.slots} slots, {options.pages:,} pages of "
         f"{options.page_size} tokens, {options.attention}, "
         f"{options.dtype}; slots see {means.context:,.0f} tokens in the mean\n"

@@ -1,10 +1,10 @@
 """FLOPs and bytes that a run's programs need at least, and the seconds that a chip needs for them.
 
 Arithmetic only; nothing is compiled here. FLOPs are those of products with weights and of causal attention, with
-padding, but without what a backward pass computes again. Bytes are weights, cache and optimiser state, each read or
-written as few times as possible. Activations, transfers between chips and the start of kernels come in addition, so the
-least time is a lower bound. XLA's `cost_analysis` can't replace these counts: it counts the body of a loop once and
-sees nothing inside Pallas kernels.
+padding, but without what a backward pass computes again; a token meets the experts chosen for it. Bytes are weights (of
+all experts), cache and optimiser state, each read or written as few times as possible. Activations, transfers between
+chips and the start of kernels come in addition, so the least time is a lower bound. XLA's `cost_analysis` can't replace
+these counts: it counts the body of a loop once and sees nothing inside Pallas kernels.
 """
 
 import dataclasses
@@ -74,11 +74,6 @@ class BatchLayout:
     adapter_weights: int = 0  # weights of one layer's adapters where only those are trained; 0: all weights are trained
 
 
-def layer_weights(a: Architecture) -> int:
-    """Returns the number of weights in one layer's matrices."""
-    return a.hidden_size * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * a.ffn_size)
-
-
 def _weight_itemsize(dtype: str, weight_dtype: str) -> int:
     return jnp.dtype(dtype if weight_dtype == "model" else weight_dtype).itemsize
 
@@ -86,7 +81,8 @@ def _weight_itemsize(dtype: str, weight_dtype: str) -> int:
 def decode_weight_bytes(a: Architecture, dtype: str, weight_dtype: str = "model") -> int:
     """Returns the bytes of weights that a decode step reads: all but an embedding that isn't also the output head.
 
-    The scales, norms and biases of weights in int8 are counted as a byte for each number; they are 0.1 % of them.
+    The slots together are taken to choose all experts. The scales, norms and biases of weights in int8 are counted as a
+    byte for each number; they are 0.1 % of them.
     """
     read = a.num_parameters - (0 if a.tied_embedding else a.vocab_size * a.hidden_size)
     return read * _weight_itemsize(dtype, weight_dtype)
@@ -118,7 +114,7 @@ def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: fl
     over `tensor`, and is counted as if it were.
     """
     adapters = _adapter_weights(a, o)
-    matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size + adapters
+    matrices = a.num_layers * a.layer_weights(active=True) + a.vocab_size * a.hidden_size + adapters
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
     cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     weights = decode_weight_bytes(a, o.dtype, o.weight_dtype) + adapters * jnp.dtype(o.dtype).itemsize
@@ -130,10 +126,13 @@ def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens:
 
     It is counted as in `decode_step`, without the head; each token counts with all tokens of its prompt.
     """
-    matrices, adapters = a.num_layers * layer_weights(a), _adapter_weights(a, o)
+    matrices, adapters = a.num_layers * a.layer_weights(active=True), _adapter_weights(a, o)
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * prompt_tokens
     positions = o.prefill_tokens
-    weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype) + adapters * jnp.dtype(o.dtype).itemsize
+    weights = (
+        a.num_layers * a.layer_weights() * _weight_itemsize(o.dtype, o.weight_dtype)
+        + adapters * jnp.dtype(o.dtype).itemsize
+    )
     size = weights + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     return ProgramCost(positions * (2 * (matrices + adapters) + attention) / tensor, size / tensor)
 
@@ -150,11 +149,11 @@ def learner_call(a: Architecture, b: BatchLayout, *, update: bool) -> ProgramCos
     """
     passes = 3 if update else 1
     of_frozen = passes - (update and b.adapter_weights > 0)
-    layer = 2 * b.row_tokens * (of_frozen * layer_weights(a) + passes * b.adapter_weights)
+    layer = 2 * b.row_tokens * (of_frozen * a.layer_weights(active=True) + passes * b.adapter_weights)
     layer += passes * 2 * a.num_heads * a.head_dim * b.row_tokens**2
     head = of_frozen * 2 * a.vocab_size * a.hidden_size * b.head_tokens
     rows = b.micro_batches * b.micro_rows / (b.row_shards * b.tensor_shards)
-    weights = of_frozen * layer_weights(a) + passes * b.adapter_weights
+    weights = of_frozen * a.layer_weights() + passes * b.adapter_weights
     size = b.micro_batches * a.num_layers * weights * b.itemsize / b.tensor_shards
     return ProgramCost(rows * (a.num_layers * layer + head), size)
 

@@ -1,24 +1,28 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
-Seven families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
+Nine families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
 on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral (that of Llama, also with a
 sliding window), SmolLM3 (layers without rotary positions), OLMo 2 (norms after attention and feed-forward, and one norm
 over all queries of a token, and over all keys) and Gemma 3 (sliding layers with a rotary base of their own, norms
-before and after, GeGLU, a scaled embedding). Everything that sets them apart is a field here.
+before and after, GeGLU, a scaled embedding), and with experts Qwen3-MoE (as Qwen3) and OLMoE (queries and keys normed
+as in OLMo 2). Everything that sets them apart is a field here.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 CLASS_NAMES = {
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
 }  # fmt: skip
 # Defaults for a config.json without the key, as in transformers.
-MAX_POSITIONS = {"llama": 2048, "olmo2": 2048, "mistral": 4096 * 32, "gemma3_text": 4096 * 32}
+MAX_POSITIONS = {"llama": 2048, "olmo2": 2048, "olmoe": 4096, "mistral": 4096 * 32, "gemma3_text": 4096 * 32}
 HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256}  # of other families: hidden_size / num_attention_heads
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# The width of an expert by family; all layers have experts.
+EXPERT_SIZES = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
 ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 )  # fmt: skip
@@ -26,7 +30,8 @@ ROPE_NUMBERS = (
 MOST = {
     "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2**12,
     "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**12, "max_position_embeddings": 2**31 - 1,
-    "sliding_window": 2**31 - 1, "sliding_window_pattern": 2**12,
+    "sliding_window": 2**31 - 1, "sliding_window_pattern": 2**12, "moe_intermediate_size": 2**22,
+    "num_experts": 2**12, "num_experts_per_tok": 2**12,
 }  # fmt: skip
 
 
@@ -68,18 +73,39 @@ class Architecture:
     sliding_layers: tuple[int, ...] = ()  # their indices
     sliding_theta: float | None = None  # rotary base in them; None: `rope_theta`
     is_gemma: bool = False  # norms multiply by 1 + weight, GELU, the embedding times the root of its width
+    num_experts: int = 0  # MLPs of a layer, of which a router chooses some for each token; 0: one MLP for all tokens
+    experts_per_token: int = 0
+    expert_size: int = 0  # width of an expert; `ffn_size` is then the width of no MLP
+    renormalizes_experts: bool = False  # the probabilities of a token's experts are divided by their sum
+
+    def layer_weights(self, *, active: bool = False) -> int:
+        """Returns the number of weights in one layer's matrices; `active`: without unused experts of a token."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        if not self.num_experts:
+            return attention + 3 * self.hidden_size * self.ffn_size
+        experts = self.experts_per_token if active else self.num_experts
+        return attention + self.hidden_size * (self.num_experts + 3 * experts * self.expert_size)
 
     @property
     def num_parameters(self) -> int:
         """Weights in all, the embedding counted once where it is tied."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        attention += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        others = self.hidden_size * (4 if self.norm_place == "around" else 2)
+        others += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         normed = self.num_heads + self.num_kv_heads if self.qk_norm_whole else 2
-        attention += self.qk_norm * normed * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.ffn_size
-        layer += self.hidden_size * (4 if self.norm_place == "around" else 2)
-        embedding = self.vocab_size * self.hidden_size
-        return self.num_layers * layer + embedding * (2 - self.tied_embedding) + self.hidden_size
+        others += self.qk_norm * normed * self.head_dim
+        embedding = self.vocab_size * self.hidden_size * (2 - self.tied_embedding)
+        return self.num_layers * (self.layer_weights() + others) + embedding + self.hidden_size
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights in all, without the experts that one token does not meet."""
+        return self.num_parameters - self.num_layers * (self.layer_weights() - self.layer_weights(active=True))
+
+    @property
+    def described_size(self) -> str:
+        """Weights in all, and those that a token meets where these are fewer."""
+        active = f" ({self.active_parameters:,} for a token)" if self.num_experts else ""
+        return f"{self.num_parameters:,} weights{active}"
 
 
 def _rope(config: dict[str, Any], family: str) -> tuple[float, RopeScaling | None]:
@@ -111,7 +137,7 @@ def _whole(value: Any, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def _check_values(config: dict[str, Any]) -> None:
+def _check_values(config: dict[str, Any], needed: Sequence[str]) -> None:
     """Raises ValueError if a size, an id or a number of config.json is not one, or is out of bounds.
 
     Without bounds a few digits in a file would take all memory.
@@ -122,7 +148,7 @@ def _check_values(config: dict[str, Any]) -> None:
             raise ValueError(f"config.json has {key} = {config[key]!r:.80}; it must be {what}. Fetch it again.")
 
     for key, most in MOST.items():
-        if config.get(key) is not None or key in NEEDED:
+        if config.get(key) is not None or key in needed:
             require(key, _whole(config[key], 1, most), f"a whole number from 1 to {most:,}")
     for key in ("rms_norm_eps", "rope_theta", "rope_local_base_freq"):
         value = config.get(key)
@@ -139,6 +165,9 @@ def _check_values(config: dict[str, Any]) -> None:
     require("bos_token_id", start is None or _whole(start, 0, 2**31 - 1), "a token id")
     kinds = config.get("layer_types") or []
     require("layer_types", isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds), "a list of names")
+    if "num_experts" in needed:
+        chosen, experts = config["num_experts_per_tok"], config["num_experts"]
+        require("num_experts_per_tok", chosen <= experts, f"at most num_experts, {experts}")
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or 1
     require("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads, {heads}")
 
@@ -190,6 +219,18 @@ def _sliding_theta(config: dict[str, Any]) -> float:
     return float(parameters.get("rope_theta") or config.get("rope_local_base_freq") or 1e4)
 
 
+def _experts(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Returns the fields of `Architecture` on experts."""
+    if family not in EXPERT_SIZES:
+        return {}
+    return dict(
+        num_experts=config["num_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        expert_size=config[EXPERT_SIZES[family]],
+        renormalizes_experts=bool(config.get("norm_topk_prob", False)),
+    )
+
+
 def from_hf(config: dict[str, Any]) -> Architecture:
     """The architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
 
@@ -201,12 +242,17 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     if not isinstance(family, str) or family not in CLASS_NAMES:
         raise ValueError(
             f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} "
-            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2, Gemma 3)."
+            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2, Gemma 3, Qwen3-MoE, OLMoE)."
         )
-    missing = [key for key in NEEDED if key not in config]
+    needed = NEEDED
+    if family in EXPERT_SIZES:
+        needed = (*NEEDED, "num_experts", "num_experts_per_tok", EXPERT_SIZES[family])
+        if "num_local_experts" in config:  # as transformers 5 writes it for Qwen3-MoE
+            config = {"num_experts": config["num_local_experts"]} | config
+    missing = [key for key in needed if key not in config]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}: it does not describe a whole {family} model.")
-    _check_values(config)
+    _check_values(config, needed)
     is_gemma = family == "gemma3_text"
     activation = "gelu_pytorch_tanh" if is_gemma else "silu"
     refused = {
@@ -220,6 +266,9 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "attention_bias": bool(config.get("attention_bias", False)) and family != "qwen2",
+        "clip_qkv": config.get("clip_qkv") is not None,
+        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
+        "mlp_only_layers": bool(config.get("mlp_only_layers")),
     }
     for key, is_refused in refused.items():
         if is_refused:
@@ -245,21 +294,22 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         max_positions=config.get("max_position_embeddings") or MAX_POSITIONS.get(family, 32768),
-        norm_epsilon=config.get("rms_norm_eps") or 1e-6,
+        norm_epsilon=config.get("rms_norm_eps") or (1e-5 if family in ("olmo2", "olmoe") else 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "olmo2", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "olmo2", "olmoe", "gemma3_text"),
         tied_embedding=bool(config.get("tie_word_embeddings", family in ("smollm3", "gemma3_text"))),
         eos_ids=_ids(config.get("eos_token_id")),
         bos_id=config.get("bos_token_id"),
-        qk_norm_whole=family == "olmo2",
+        qk_norm_whole=family in ("olmo2", "olmoe"),
         norm_place={"olmo2": "after", "gemma3_text": "around"}.get(family, "before"),
         unrotated_layers=_unrotated_layers(config) if family == "smollm3" else (),
         window=(config.get("sliding_window") or 4096) if sliding_layers else 0,
         sliding_layers=sliding_layers,
         sliding_theta=_sliding_theta(config) if is_gemma else None,
         is_gemma=is_gemma,
+        **_experts(config, family),
     )
 
 
@@ -322,6 +372,12 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
         config["sliding_window"] = architecture.window or None
     if architecture.is_gemma:
         config |= _gemma_config(architecture, config)
+    if architecture.num_experts:
+        config |= {
+            "num_experts": architecture.num_experts, "num_experts_per_tok": architecture.experts_per_token,
+            "moe_intermediate_size": architecture.expert_size, "norm_topk_prob": architecture.renormalizes_experts,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
     if architecture.family == "qwen2":
         config["use_sliding_window"] = False
     else:

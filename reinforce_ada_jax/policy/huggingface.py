@@ -7,6 +7,7 @@ folder that doesn't fit its config.json is refused within seconds.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import shutil
@@ -47,7 +48,7 @@ TABLE = {
     "final_norm": ("D", "model.norm.weight", "D"),
     "head": ("D V", "lm_head.weight", "V D"),
 }
-# What other architectures have instead, or have more.
+# What other architectures have instead, or have more. Each expert (E) is a tensor of its own there, as each layer is.
 NORM_AFTER = {
     "layers.attention_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
     "layers.mlp_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),
@@ -61,6 +62,12 @@ QK_NORM_WHOLE = {
     "layers.attention.query_norm": ("L N H", "model.layers.{}.self_attn.q_norm.weight", "NH"),
     "layers.attention.key_norm": ("L K H", "model.layers.{}.self_attn.k_norm.weight", "KH"),
 }
+EXPERTS = {
+    "layers.mlp.router": ("L D E", "model.layers.{}.mlp.gate.weight", "E D"),
+    "layers.mlp.expert_gate": ("L E D X", "model.layers.{}.mlp.experts.{}.gate_proj.weight", "X D"),
+    "layers.mlp.expert_up": ("L E D X", "model.layers.{}.mlp.experts.{}.up_proj.weight", "X D"),
+    "layers.mlp.expert_down": ("L E X D", "model.layers.{}.mlp.experts.{}.down_proj.weight", "D X"),
+}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -69,18 +76,19 @@ TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One Hugging Face tensor: a weight of ours, or one layer of a stacked one."""
+    """One Hugging Face tensor: a weight of ours, or one layer of a stacked one, or one expert of a layer."""
 
     weight: str  # our dotted name
     layer: int | None  # its index along the weight's first axis; None where it is the whole weight
-    ours: tuple[int, ...]  # its shape there, 1 along the layer axis
+    expert: int | None  # its index along the second axis; None where it is the whole layer
+    ours: tuple[int, ...]  # its shape there, 1 along the axes of layers and experts
     theirs: tuple[int, ...]  # its shape in the file
     transposed: bool  # whether the file has the axes in the other order
 
     @property
     def start(self) -> tuple[int, ...]:
         """Indices of its first element in the weight."""
-        return (self.layer or 0, *[0] * (len(self.ours) - 1))
+        return (self.layer or 0, self.expert or 0, *[0] * len(self.ours))[: len(self.ours)]
 
     def to_ours(self, tensor: np.ndarray) -> np.ndarray:
         """A view of the file's tensor in our layout."""
@@ -96,14 +104,14 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
     return {
         "L": architecture.num_layers, "V": architecture.vocab_size, "D": architecture.hidden_size,
         "F": architecture.ffn_size, "N": architecture.num_heads, "K": architecture.num_kv_heads,
-        "H": architecture.head_dim,
+        "H": architecture.head_dim, "E": architecture.num_experts, "X": architecture.expert_size,
     }  # fmt: skip
 
 
 def table(architecture: Architecture) -> dict[str, tuple[str, str, str]]:
     """Returns `TABLE` as this architecture has it."""
     norms = {"before": {}, "after": NORM_AFTER, "around": NORM_AROUND}[architecture.norm_place]
-    return TABLE | norms | (QK_NORM_WHOLE if architecture.qk_norm_whole else {})
+    return TABLE | EXPERTS | norms | (QK_NORM_WHOLE if architecture.qk_norm_whole else {})
 
 
 def parts(architecture: Architecture) -> dict[str, Part]:
@@ -112,12 +120,14 @@ def parts(architecture: Architecture) -> dict[str, Part]:
     for weight, (shape, _) in transformer.weight_shapes(architecture).items():
         our_axes, name, their_axes = names[weight]
         theirs = tuple(math.prod(sizes[letter] for letter in axis) for axis in their_axes.split())
-        transposed = our_axes.replace(" ", "").removeprefix("L") != their_axes.replace(" ", "")
-        if our_axes[0] != "L":
-            found[name] = Part(weight, None, shape, theirs, transposed)
-            continue
-        for layer in range(architecture.num_layers):
-            found[name.format(layer)] = Part(weight, layer, (1, *shape[1:]), theirs, transposed)
+        inner = our_axes.removeprefix("L ").removeprefix("E ")
+        transposed = inner.replace(" ", "") != their_axes.replace(" ", "")
+        layers = range(architecture.num_layers) if our_axes.startswith("L ") else (None,)
+        experts = range(architecture.num_experts) if our_axes.startswith("L E ") else (None,)
+        num_outer = len(shape) - len(inner.split())
+        ours = (*[1] * num_outer, *shape[num_outer:])
+        for layer, expert in itertools.product(layers, experts):
+            found[name.format(layer, expert)] = Part(weight, layer, expert, ours, theirs, transposed)
     return found
 
 
@@ -228,8 +238,9 @@ def load(
 ) -> tuple[Architecture, transformer.Params]:
     """Returns a Hugging Face folder's architecture and weights, sharded from the start if a mesh is given.
 
-    Beyond the result, at most one tensor of the files is in the host's memory. The devices hold one layer more, and at
-    the end a second copy of what is outside of the layers (embedding, head).
+    Beyond the result, at most one tensor of the files is in the host's memory, or twice one of the three matrices of
+    all experts of a layer. The devices hold one layer more, and at the end a second copy of what is outside of the
+    layers (embedding, head).
 
     Args:
       folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16; or a
@@ -251,6 +262,9 @@ def load(
         shardings = transformer.flatten(transformer.param_shardings(architecture, mesh))
 
     wanted = parts(architecture)
+    by_layer: dict[int | None, dict[str, list[str]]] = {}
+    for name, part in wanted.items():
+        by_layer.setdefault(part.layer, {}).setdefault(part.weight, []).append(name)
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(_opened(file)) for file in files]
         names = {name: tensors for tensors in opened for name in tensors.keys()}
@@ -264,15 +278,18 @@ def load(
                 )
             return value
 
+        def value(names: list[str]) -> np.ndarray:
+            first, *others = (wanted[name].to_ours(tensor(name)) for name in names)
+            return np.concatenate([first, *others], axis=1) if others else first
+
         def read(layer: int | None) -> dict[str, jax.Array]:
             # No variable holds a tensor, and its transfer ends before the next is read: one at a time.
             return {
-                part.weight: jax.block_until_ready(place(part.to_ours(tensor(name)), shardings[part.weight]))
-                for name, part in wanted.items()
-                if part.layer == layer
+                weight: jax.block_until_ready(place(value(names), shardings[weight]))
+                for weight, names in by_layer[layer].items()
             }
 
-        stacked = list(dict.fromkeys(part.weight for part in wanted.values() if part.layer is not None))
+        stacked = list(by_layer[0])
 
         def zeros() -> dict[str, jax.Array]:
             return {name: jnp.zeros(shapes[name], dtype) for name in stacked}

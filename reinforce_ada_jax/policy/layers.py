@@ -9,15 +9,18 @@ only `project` distinguishes them. `embed` and `head_logits` (transformer.py) ta
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.quantization import Quantized
 
@@ -274,6 +277,27 @@ class MLP(nnx.Module):
         return project(self.activation(gate) * up, self.down.get_value())
 
 
+class Experts(nnx.Module):
+    """A router and the MLPs of which it chooses some for each token (`experts.py`)."""
+
+    def __init__(self, architecture: Architecture, declare: Declare):
+        d, x, e = architecture.hidden_size, architecture.expert_size, architecture.num_experts
+        self.architecture = architecture
+        self.router = declare((d, e), ("embed", "experts"), fan_in=d)
+        self.expert_gate = declare((e, d, x), ("experts", "embed", "mlp"), fan_in=d)
+        self.expert_up = declare((e, d, x), ("experts", "embed", "mlp"), fan_in=d)
+        self.expert_down = declare((e, x, d), ("experts", "mlp", "embed"), fan_in=x)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rows: NamedSharding | None = None, mesh: Mesh | None = None
+    ) -> Float[Array, "B T D"]:
+        """Computes each token by its experts; `rows` and `mesh` as of `experts.on_devices`."""
+        weights = (self.router, self.expert_gate, self.expert_up, self.expert_down)
+        compute = experts.on_devices(functools.partial(experts.mixture, self.architecture), rows, mesh)
+        # Cast here, so that devices exchange no wider numbers.
+        return compute(x, *(weight.get_value().astype(x.dtype) for weight in weights))
+
+
 class Layer(nnx.Module):
     """Attention and feed-forward, each with a norm and its residual (assembled in `transformer.run`)."""
 
@@ -282,7 +306,7 @@ class Layer(nnx.Module):
         self.attention_norm = declare(d, ("embed",), constant=one)
         self.attention = Attention(architecture, declare)
         self.mlp_norm = declare(d, ("embed",), constant=one)
-        self.mlp = MLP(architecture, declare)
+        self.mlp = Experts(architecture, declare) if architecture.num_experts else MLP(architecture, declare)
         if architecture.norm_place == "around":
             self.attention_out_norm = declare(d, ("embed",), constant=one)
             self.mlp_out_norm = declare(d, ("embed",), constant=one)

@@ -57,9 +57,16 @@ def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, Declared
     """Returns every adapter's (shape, logical axes), by dotted path.
 
     A has the weight's inputs and B its outputs, on the axes that the weight has for them, so they are split alike.
+    Raises ValueError for targets that the architecture does not have.
     """
     found: dict[str, Declared] = {}
     declared = weight_shapes(architecture)
+    missing = [target for target in lora.targets if TARGETS[target] not in declared]
+    if missing:
+        raise ValueError(
+            f"the experts of {architecture.family} can't have adapters on {', '.join(missing)}: set lora.targets to "
+            "q_proj,k_proj,v_proj,o_proj."
+        )
     for target in lora.targets:
         shape, axes = declared[TARGETS[target]]
         # The model axis is one side of every projection, alone: the first after the layers', or the last.

@@ -19,6 +19,11 @@ PUBLISHED = {
         model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
     ),
+    "Qwen3-30B-A3B": dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        moe_intermediate_size=768, norm_topk_prob=True, tie_word_embeddings=False,
+    ),
     "Llama-3.2-3B-Instruct": dict(
         model_type="llama", vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
         num_attention_heads=24, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -31,8 +31,6 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, 
 SegmentAttend = Callable[..., tuple[jax.Array, Any, Any]]
 # rowwise(function, *arrays) applies a function of rows to arrays of rows ([B, ...]).
 Rowwise = Callable[..., Any]
-# Fixes the sharding of the residual stream, where the compiler must not choose it.
-ShardingConstraint = Callable[[jax.Array], jax.Array]
 
 # Name of an attention's result, by which it is kept for the backward pass.
 ATTENTION_RESULT = "attention result"
@@ -59,9 +57,18 @@ class LayerPlace(NamedTuple):
         return None if self.slides is None else jnp.where(self.slides, self.window, jnp.iinfo(jnp.int32).max // 2)
 
 
-def unconstrained(x: jax.Array) -> jax.Array:
-    """Leaves the sharding to the compiler."""
-    return x
+@dataclasses.dataclass(frozen=True)
+class ShardingConstraint:
+    """Fixes the sharding of the residual stream, where the compiler must not choose it."""
+
+    sharding: NamedSharding | None = None  # None: the compiler chooses it
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x with that sharding."""
+        return x if self.sharding is None else jax.lax.with_sharding_constraint(x, self.sharding)
+
+
+unconstrained = ShardingConstraint()
 
 
 def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
@@ -76,6 +83,7 @@ class Execution:
     dtype: DTypeLike  # of activations and matrix products; weights are cast where they are used
     remat: str | None = None  # of `REMAT`; None: all activations are kept for the backward pass
     constrain: ShardingConstraint = unconstrained  # of the residual stream, before and after each layer
+    mesh: Mesh | None = None  # where experts are split over `tensor` and nothing is constrained
     rowwise: Rowwise = all_rows  # all but attention: all rows at once, or `invariant.by_tiles`, which knows no banks
 
 
@@ -185,6 +193,9 @@ def run(
         if adapter_rows is not None:
             weights = choose_adapters(weights, adapter_rows)
         layer = nnx.merge(graph, weights)
+        mlp = layer.mlp
+        if architecture.num_experts:
+            mlp = functools.partial(layer.mlp, rows=constrain.sharding, mesh=execution.mesh)
         slides = jnp.asarray(is_sliding)[index] if is_sliding.any() else None
 
         def normed(x, scale):
@@ -198,12 +209,12 @@ def run(
             mixed = layer.attention.merge_heads(mixed)
             if architecture.norm_place == "after":
                 x = x + normed(mixed, layer.attention_norm)
-                return constrain(x + normed(layer.mlp(x), layer.mlp_norm))
+                return constrain(x + normed(mlp(x), layer.mlp_norm))
             if architecture.norm_place == "around":
                 x = x + normed(mixed, layer.attention_out_norm)
-                return constrain(x + normed(layer.mlp(normed(x, layer.mlp_norm)), layer.mlp_out_norm))
+                return constrain(x + normed(mlp(normed(x, layer.mlp_norm)), layer.mlp_out_norm))
             x = x + mixed
-            return constrain(x + layer.mlp(normed(x, layer.mlp_norm)))
+            return constrain(x + mlp(normed(x, layer.mlp_norm)))
 
         # At position 0 nothing is rotated.
         where = positions if is_rotated.all() else positions * jnp.asarray(is_rotated)[index]

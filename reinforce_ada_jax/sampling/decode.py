@@ -173,7 +173,7 @@ def _forward(
         return token_lib.next_logprobs(head_logits(model, hidden)[:, 0], temperature)
 
     tokens, positions = slots.token[:, None], slots.position[:, None]
-    execution = Execution(options.dtype, rowwise=rowwise)
+    execution = Execution(options.dtype, mesh=mesh, rowwise=rowwise)
     hidden, pools, _ = run(model, tokens, positions, attend, pools, execution=execution, adapter=adapter)
     return pools, rowwise(next_logprobs, hidden, slots.requests.sampling.temperature)
 

@@ -105,6 +105,11 @@ class Engine:
 
         The learner may have other devices, on `learner_mesh`: `decode_weights` copies weights from there.
         """
+        if options.weight_dtype == "int8" and architecture.num_experts:
+            raise ValueError(
+                f"sampling.weight_dtype is 'int8', and the experts of {architecture.family} can't be decoded in it: "
+                "set it to 'model'. sampling.kv_dtype may be 'int8'."
+            )
         self.mesh, self.spans_processes = mesh, mesh.is_multi_process
         self._is_split = learner_mesh is not None and learner_mesh != mesh
         self.architecture, self.options, self.dtype = architecture, options, jnp.dtype(options.dtype)

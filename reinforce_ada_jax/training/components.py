@@ -282,6 +282,8 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, the model's embedding only "
             f"{architecture.vocab_size} rows: they don't belong together."
         )
+    if adapters := lora.make(config.lora.rank, config.lora.alpha, config.lora.projections):
+        lora.adapter_shapes(architecture, adapters)  # before any weight is read
     slots, reason = choose_slots(config, architecture, jax.default_backend(), strategy)
     options = engine_options(config, architecture, tokenizer.stop_ids, slots)
     options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())

@@ -30,7 +30,7 @@ def model_and_mesh(config: Config, components: Components, who: str) -> list[str
     if config.mesh.sampler:
         mesh = f"learner {axes}, sampler {_axes(components.engine.mesh)}, of {kind}"
     return [
-        f"model       {who}: {architecture.family}, {architecture.num_parameters:,} weights; stops on {stop}",
+        f"model       {who}: {architecture.family}, {architecture.described_size}; stops on {stop}",
         f"precision   {precision}",
         f"mesh        {mesh}",
     ]

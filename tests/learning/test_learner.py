@@ -36,7 +36,9 @@ TEMPERATURE = 0.7
 PROMPT_LENGTHS, RESPONSE_LENGTHS = (1, 5, 3, 2, 5, 4, 1, 2), (1, 8, 1, 7, 2, 1, 8, 1)
 
 
-def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, in_program=0, gathers=False, **changes) -> Learner:
+def learner(
+    micro_batches=1, mesh=(1, 1, 1), rank=0, in_program=0, gathers=False, architecture=ARCHITECTURE, **changes
+) -> Learner:
     """A learner whose first moment after one update is the gradient, and whose step is smooth in it.
 
     A program has `in_program` micro-batches (0: as many as on this machine), and with `gathers` there is room for a
@@ -50,18 +52,18 @@ def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, in_program=0, gathers=False
         learning=LearningConfig(**{"prompts_per_update": 2, "micro_batches": micro_batches} | exact | changes),
         lora=LoraConfig(rank=rank, alpha=ALL.alpha),
     )
-    return learner_of(config, mesh, in_program, gathers)
+    return learner_of(config, mesh, in_program, gathers, architecture)
 
 
 @functools.cache
-def learner_of(config: Config, mesh, in_program: int, gathers: bool) -> Learner:
+def learner_of(config: Config, mesh, in_program: int, gathers: bool, architecture=ARCHITECTURE) -> Learner:
     """Equal settings, however they are given, have one learner."""
     with pytest.MonkeyPatch.context() as patch:
         if in_program:
             patch.setattr(platform, "micro_batches_per_program", lambda *_: in_program)
         if gathers:
             patch.setattr(platform, "gathers_once", lambda *_: True)
-        return Learner(ARCHITECTURE, config, mesh_lib.make_mesh(*mesh))
+        return Learner(architecture, config, mesh_lib.make_mesh(*mesh))
 
 
 def fresh_state(of: Learner, params=PARAMS):
@@ -437,6 +439,25 @@ def assert_eight_devices_are_one(of_eight):
     assert_trees_close(gradient(eight), gradient(one), rtol=1e-5, atol=1e-5)
     assert_trees_close(eight.params, one.params, rtol=1e-5, atol=1e-5)
     assert_trees_close(eight_metrics, one_metrics, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family, mesh, gathers",
+    [
+        ("olmoe", (2, 2, 2), False),
+        ("qwen3_moe", (1, 2, 2), True),
+        *(pytest.param("qwen3_moe", mesh, False, marks=pytest.mark.slow) for mesh in ((1, 2, 1), (1, 1, 2))),
+    ],
+)
+def test_experts_on_several_devices_are_those_of_one(family, mesh, gathers):
+    architecture, params, _ = recording.golden(family)
+    alone, spread = learner(architecture=architecture), learner(2, mesh, gathers=gathers, architecture=architecture)
+    rows = batch().replace(old_logprobs=score(alone, batch(), params))
+    (one, one_metrics), (several, metrics) = updated(alone, rows, params), updated(spread, rows, params)
+    assert_trees_close(gradient(several), gradient(one), rtol=1e-5, atol=1e-5)
+    assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradient(one)))
+    assert_trees_close(several.params, one.params, rtol=1e-5, atol=1e-5)
+    assert_trees_close(metrics, one_metrics, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_gathered_once_give_the_same_update():

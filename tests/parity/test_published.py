@@ -34,6 +34,8 @@ MISREADINGS = {
     "qwen2.5-math-1.5b": dict(rope_theta=1000000.0),
     "qwen3-4b-instruct": dict(rope_theta=10000.0),
     "llama-3.2-3b-instruct": dict(rope_scaling=None),
+    "qwen3-30b-a3b": dict(renormalizes_experts=False),
+    "olmoe-1b-7b": dict(renormalizes_experts=True),
 }
 
 

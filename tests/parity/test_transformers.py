@@ -4,10 +4,12 @@ The same comparisons as on the goldens (tests/policy/recording.py), over more sh
 loads without a missing or an unexpected tensor, and computes the same.
 """
 
+import copy
 import dataclasses
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,6 +53,22 @@ MODELS = {
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
     ),
+    "qwen3-moe-tied": transformers.Qwen3MoeConfig(
+        **SIZES,
+        tie_word_embeddings=True,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-one-of-16": transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=16, num_experts=16, num_experts_per_tok=1, norm_topk_prob=False
+    ),
+    "olmoe-group-of-2": transformers.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2, pad_token_id=0),
+    "olmoe-renormalized": transformers.OlmoeConfig(
+        **SIZES | dict(num_key_value_heads=4), num_experts=4, num_experts_per_tok=3, norm_topk_prob=True, pad_token_id=0
+    ),
     "olmo2-tied-group-of-2": transformers.Olmo2Config(**SIZES, tie_word_embeddings=True, pad_token_id=0),
     "llama-plain-untied-no-groups": transformers.LlamaConfig(
         **SIZES | dict(num_key_value_heads=4), tie_word_embeddings=False, rms_norm_eps=1e-5
@@ -77,6 +95,29 @@ def models(request, tmp_path_factory):
 def test_equals_transformers(models, check):
     _, ours, recorded = models
     check(*ours, recorded)
+
+
+def test_gradients_are_those_of_transformers(models, tmp_path):
+    """The gradient of the mean log-probability: theirs is written as a folder of weights, and read as ours is."""
+    theirs, (architecture, params), recorded = models
+    tokens = recorded["tokens"]
+
+    def loss(params):
+        logprobs = jax.nn.log_softmax(transformer.logits(architecture, params, jnp.asarray(tokens))[:, :-1])
+        return jnp.mean(jnp.take_along_axis(logprobs, jnp.asarray(tokens)[:, 1:, None], axis=-1))
+
+    ours = transformer.flatten(jax.jit(jax.grad(loss))(params))
+    copied, row = copy.deepcopy(theirs), torch.from_numpy(tokens).long()
+    copied(row).logits[:, :-1].log_softmax(-1).gather(-1, row[:, 1:, None]).mean().backward()
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.copy_(weight.grad)
+    copied.save_pretrained(tmp_path / "gradients")
+    wanted = transformer.flatten(huggingface.load(tmp_path / "gradients")[1])
+    for name, gradient in ours.items():
+        largest = np.abs(wanted[name]).max()
+        assert largest > 0, name
+        np.testing.assert_allclose(gradient, wanted[name], rtol=1e-4, atol=1e-4 * largest, err_msg=name)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 30_000])

@@ -48,6 +48,7 @@ PARAMETERS = {
     "Qwen2.5-Math-7B": 7_615_616_512,
     "Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Llama-3.2-3B-Instruct": 3_212_749_824,
+    "Qwen3-30B-A3B": 30_532_122_624,
 }
 
 

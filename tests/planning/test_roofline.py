@@ -66,6 +66,21 @@ def test_prefill_chunk():
     assert roofline.prefill_chunk(TIED, int8, 1, 4) == ProgramCost(4864, 2 * 120 + 8 * 24)
 
 
+def test_of_experts_a_token_meets_its_own():
+    # A layer: 48 weights of attention, a router of 4 * 5, five experts of three matrices of 4 * 3. A token meets two.
+    experts = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=3, head_dim=2, tie_word_embeddings=True)
+    architecture = from_hf(SIZES | experts | {"model_type": "qwen3_moe"})
+    assert (architecture.layer_weights(), architecture.layer_weights(active=True)) == (248, 140)
+    flops = 3 * (2 * (2 * 140 + 40) + 4 * 5 * 4 * 2)
+    bytes_ = architecture.num_parameters * 2 + 3 * 5 * 16  # all experts
+    assert roofline.decode_step(architecture, OPTIONS, 1, 5) == ProgramCost(flops, bytes_)
+    assert roofline.prefill_chunk(architecture, OPTIONS, 1, 4) == ProgramCost(
+        8 * (2 * 2 * 140 + 4 * 4 * 4 * 2), 2 * 248 * 2 + 8 * 16
+    )
+    row = 2 * (2 * 8 * 140 + 512) + 400
+    assert roofline.learner_call(architecture, LAYOUT, update=False) == ProgramCost(2 * row, 2 * 2 * 248 * 2 / 2)
+
+
 def test_decoding_beside_adapters():
     # Rank 1 on queries and down: of two layers 4 + 4 and 6 + 4 weights each, 36 in all, in bfloat16 also over int8.
     adapted = dataclasses.replace(OPTIONS, adapters=lora.Lora(1, 1.0, ("q_proj", "down_proj")))

@@ -15,7 +15,9 @@ from flax import nnx
 from reinforce_ada_jax.policy import huggingface, layers, transformer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2", "mistral_window", "gemma3")
+FAMILIES = (
+    "qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2", "mistral_window", "gemma3", "qwen3_moe", "olmoe",
+)  # fmt: skip
 
 
 @functools.cache

@@ -62,13 +62,31 @@ GEMMA3_1B = {
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
     "vocab_size": 262144,
 }  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+OLMOE_1B_7B = {
+    "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None, "eos_token_id": 50279,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024, "max_position_embeddings": 4096,
+    "model_type": "olmoe", "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False, "vocab_size": 50304,
+}  # fmt: skip
 PUBLISHED = {
     "qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B, "mistral": MISTRAL_7B, "smollm3": SMOLLM3_3B,
-    "olmo2": OLMO2_1B, "gemma3_text": GEMMA3_1B,
+    "olmo2": OLMO2_1B, "gemma3_text": GEMMA3_1B, "qwen3_moe": QWEN3_30B_A3B, "olmoe": OLMOE_1B_7B,
 }  # fmt: skip
 COUNTS = {
     "qwen2": 1543714304, "qwen3": 4022468096, "llama": 3212749824, "mistral": 7248023552, "smollm3": 3075098624,
-    "olmo2": 1484916736, "gemma3_text": 999885952,
+    "olmo2": 1484916736, "gemma3_text": 999885952, "qwen3_moe": 30532122624, "olmoe": 6919161856,
 }  # fmt: skip
 
 
@@ -138,6 +156,45 @@ def test_a_window_of_mistral_is_one_of_all_layers():
     assert from_hf(to_hf(mistral, "bfloat16")) == mistral
 
 
+def test_experts_read_field_by_field():
+    qwen, olmoe = from_hf(QWEN3_30B_A3B), from_hf(OLMOE_1B_7B)
+    assert (qwen.num_experts, qwen.experts_per_token, qwen.expert_size, qwen.renormalizes_experts) == (
+        128,
+        8,
+        768,
+        True,
+    )
+    assert (olmoe.num_experts, olmoe.experts_per_token, olmoe.expert_size) == (64, 8, 1024)
+    assert not olmoe.renormalizes_experts
+    assert (qwen.qk_norm, qwen.qk_norm_whole, olmoe.qk_norm, olmoe.qk_norm_whole) == (True, False, True, True)
+    assert (qwen.norm_place, olmoe.norm_place) == ("before", "before")
+    # The 120 and 56 experts that a token does not meet have 3 matrices of 2,048 x 768 and 2,048 x 1,024 in each layer.
+    assert qwen.active_parameters == 30532122624 - 48 * 120 * 3 * 2048 * 768 == 3353032704
+    assert olmoe.active_parameters == 6919161856 - 16 * 56 * 3 * 2048 * 1024 == 1282017280
+    assert qwen.described_size == "30,532,122,624 weights (3,353,032,704 for a token)"
+    assert from_hf(QWEN3_4B).active_parameters == COUNTS["qwen3"]
+    # As transformers 5 writes it.
+    renamed = QWEN3_30B_A3B | {"num_local_experts": 128}
+    del renamed["num_experts"]
+    assert from_hf(renamed) == qwen
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_experts": None}, "num_experts = None; it must be a whole number from 1 to 4,096"),
+        ({"num_experts_per_tok": 65}, "num_experts_per_tok = 65; it must be at most num_experts, 64"),
+        ({"clip_qkv": 8.0}, "sets clip_qkv = 8.0"),
+        ({"model_type": "qwen3_moe"}, "lacks moe_intermediate_size"),
+        ({"decoder_sparse_step": 2}, "sets decoder_sparse_step = 2"),
+        ({"mlp_only_layers": [0]}, "sets mlp_only_layers = "),
+    ],
+)
+def test_what_is_refused_of_experts(change, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(OLMOE_1B_7B | change)
+
+
 def test_no_stop_token_and_several():
     assert from_hf(QWEN3_4B | {"eos_token_id": None}).eos_ids == ()
     assert from_hf(QWEN3_4B | {"eos_token_id": [7, 8]}).eos_ids == (7, 8)
@@ -156,7 +213,7 @@ def test_null_is_no_value():
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, smollm3, olmo2, gemma3_text",
+            "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, smollm3, olmo2, gemma3_text, qwen3_moe, olmoe",
         ),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"hidden_act": "gelu"}, "sets hidden_act = 'gelu'"),

@@ -118,8 +118,10 @@ def test_eight_devices_equal_one(tmp_path, family):
     assert_same(sharded, params)
     shardings = transformer.param_shardings(architecture, mesh)
     assert jax.tree.map(lambda x: x.sharding, sharded) == shardings
-    gate = sharded["layers"]["mlp"]["gate"]
-    assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 16, 24)}
+    gate = sharded["layers"]["mlp"]["expert_gate" if architecture.num_experts else "gate"]
+    width = architecture.expert_size or architecture.ffn_size
+    wanted = {(2, *[architecture.num_experts] * (architecture.num_experts > 0), 16, width // 2)}
+    assert {shard.data.shape for shard in gate.addressable_shards} == wanted
     recording.check_logits(architecture, sharded, recorded)
     huggingface.save(tmp_path / "saved", architecture, sharded)
     assert_same(huggingface.load(tmp_path / "saved")[1], params)
@@ -192,6 +194,16 @@ def test_every_misfit_is_named_at_once(tmp_path):
         "put the config.json there that belongs to these weights",
     ):
         assert line in str(error.value)
+
+
+def test_experts_too_few_and_too_many_are_named(tmp_path):
+    name = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    with pytest.raises(
+        ValueError, match="2 problems: .*experts.4.up_proj.weight is missing; '.*experts.6.up_proj.* unk"
+    ):
+        huggingface.load(
+            edited(tmp_path, {name.format(4): None, name.format(6): np.ones((24, 32), np.float32)}, family="qwen3_moe")
+        )
 
 
 def test_many_misfits_are_counted(tmp_path):

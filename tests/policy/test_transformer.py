@@ -28,9 +28,12 @@ def test_equals_transformers(family, check):
         ("gemma3", dict(window=8)),
         ("mistral_window", dict(window=6)),
         ("mistral_window", dict(window=8)),
+        ("qwen3_moe", dict(renormalizes_experts=False)),
+        ("olmoe", dict(renormalizes_experts=True)),
+        ("qwen3_moe", dict(experts_per_token=3)),
     ],
 )
-def test_the_golden_notices_how_positions_are_rotated_and_seen(family, changes):
+def test_the_golden_notices_what_sets_families_apart(family, changes):
     architecture, params, recorded = recording.golden(family)
     changed = dataclasses.replace(architecture, **changes)
     difference = transformer.logits(changed, params, jnp.asarray(recorded["tokens"])) - recorded["logits"]

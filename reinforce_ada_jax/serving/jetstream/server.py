@@ -48,7 +48,7 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
     public = not settings.is_loopback
     precision = describe_dtype(engine.dtype, jax.default_backend(), architecture.num_parameters)
     return "\n".join([
-        f"model       {folder}: {architecture.family}, {architecture.num_parameters:,} weights; stops on {stop}; "
+        f"model       {folder}: {architecture.family}, {architecture.described_size}; stops on {stop}; "
         f"{precision}",
         f"mesh        {axes} of {jax.devices()[0].device_kind}",
         f"memory      weights {weight_bytes / 2**20:,.1f} MiB, cache {engine.cache_bytes / 2**20:,.1f} MiB "

@@ -8,7 +8,7 @@ import time
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
-from reinforce_ada_jax.policy.lora import TARGETS, Lora
+from reinforce_ada_jax.policy.lora import TARGETS, Lora, adapter_shapes
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import http
 from reinforce_ada_jax.serving.http import Served
@@ -28,9 +28,12 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
     if len(options.stop_ids) > MAX_STOPS:
         raise ValueError(f"{served.folder} names {len(options.stop_ids)} end tokens; there may be {MAX_STOPS}.")
     stop_ids = options.stop_ids + (NO_TOKEN,) * (MAX_STOPS - len(options.stop_ids))
-    params, architecture, mesh = served.load(), served.engine.architecture, served.engine.mesh
+    architecture, mesh = served.engine.architecture, served.engine.mesh
+    size = Lora(settings.max_rank, ALPHA, tuple(TARGETS))
+    adapter_shapes(architecture, size)  # which refuses experts before any weight is read
+    params = served.load()
     engine = Engine(architecture, dataclasses.replace(options, stop_ids=stop_ids), mesh=mesh)
-    bank = AdapterBank(engine, params, Lora(settings.max_rank, ALPHA, tuple(TARGETS)), settings.adapters)
+    bank = AdapterBank(engine, params, size, settings.adapters)
     learner = AdapterLearner(architecture, params, mesh, engine.dtype)
     parts = vars(dataclasses.replace(served, engine=engine))
     return Base(**parts, learner=learner, bank=bank, sampler=Sampler(engine, bank))

@@ -59,6 +59,10 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters=GEMMA_ROPE,
     ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=3, pad_token_id=0),
 }
 
 
@@ -82,7 +86,7 @@ def random_model(config: transformers.PreTrainedConfig, seed: int) -> transforme
             elif weight.ndim == 1:
                 weight.copy_(1 + 0.25 * values)
             else:
-                weight.copy_(values * (1.0 if "embed" in name else 1.5) * weight.shape[1] ** -0.5)
+                weight.copy_(values * (1.0 if "embed" in name else 1.5) * weight.shape[-1] ** -0.5)
     return model.eval()
 
 

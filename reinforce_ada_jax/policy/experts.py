@@ -1,0 +1,75 @@
+"""Mixture of experts: each token is computed by the few MLPs that a router chooses for it.
+
+The rows of all experts are sorted by expert, and each matrix is one grouped product (`jax.lax.ragged_dot`): no token is
+dropped, whatever the load. Tokens of padding have experts too, and reach no other token. XLA has the grouped product on
+TPUs; on CPUs it multiplies every row by the matrices of all experts.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.policy.architecture import Architecture
+
+
+def choose(architecture: Architecture, logits: Float[Array, "M E"]) -> tuple[Float[Array, "M C"], Int[Array, "M C"]]:
+    """Returns the weights and the numbers of each token's experts: a softmax over all experts, then the largest."""
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), architecture.experts_per_token)
+    if architecture.renormalizes_experts:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, chosen
+
+
+def _permuted(x: Float[Array, "R D"], order: Int[Array, " R"]) -> Float[Array, "R D"]:
+    # Said to be unique, or the gradient would be a sum of colliding rows, whose order a GPU does not fix.
+    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def mixture(
+    architecture: Architecture,
+    x: Float[Array, "B T D"],
+    router: Float[Array, "D E"],
+    gate: Float[Array, "E D X"],
+    up: Float[Array, "E D X"],
+    down: Float[Array, "E X D"],
+) -> Float[Array, "B T D"]:
+    """Computes sum_e weight_e down_e(silu(gate_e(x)) * up_e(x)) over the experts of each token.
+
+    Logits, softmax and weights are in float32, of a router in x.dtype: learner and sampler choose alike.
+    """
+    tokens, chosen_each = x.reshape(-1, x.shape[-1]), architecture.experts_per_token
+    logits = jnp.dot(tokens, router, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    weights, chosen = choose(architecture, logits)
+    expert = chosen.reshape(-1)
+    order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=architecture.num_experts)
+    rows = jnp.broadcast_to(tokens[:, None], (len(tokens), chosen_each, x.shape[-1])).reshape(-1, x.shape[-1])
+    rows = _permuted(rows, order)
+    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+    results = _permuted(jax.lax.ragged_dot(hidden, down, sizes), jnp.argsort(order))
+    results = results.reshape(len(tokens), chosen_each, -1).astype(jnp.float32)
+    return jnp.einsum("MCD,MC->MD", results, weights).astype(x.dtype).reshape(x.shape)
+
+
+def on_devices(compute: Callable[..., Array], rows: NamedSharding | None, mesh: Mesh | None) -> Callable[..., Array]:
+    """Returns `mixture` on several devices: each sorts its own tokens and has a part of each expert's width.
+
+    Left to the compiler, all tokens would be sorted together. `rows` is the sharding of x over a whole mesh; without
+    it, x is the same on all devices along `tensor` of `mesh`.
+    """
+    mesh = mesh if rows is None else cast(Mesh, rows.mesh)
+    if mesh is None or (mesh.shape["tensor"] if rows is None else mesh.size) == 1:
+        return compute
+    of_x = P() if rows is None else rows.spec
+    wide = P(None, None, "tensor")
+
+    def own_part(*arguments: Array) -> Array:
+        return jax.lax.psum(compute(*arguments), "tensor")
+
+    in_specs = (of_x, P(), wide, wide, P(None, "tensor", None))
+    return mesh_lib.on_own_part(own_part, mesh, in_specs=in_specs, out_specs=of_x, always=True)

@@ -1,0 +1,142 @@
+"""The choice of experts, their sum, and what is refused; whole models are compared in test_transformer.py."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.policy import experts, lora, transformer
+from reinforce_ada_jax.policy.architecture import from_hf
+from reinforce_ada_jax.sampling.engine import Engine
+from tests.policy import recording
+from tests.policy.adapting import random_adapters
+from tests.sampling import tiny
+
+ARCHITECTURE = from_hf(
+    dict(
+        model_type="olmoe", vocab_size=8, hidden_size=6, intermediate_size=4, num_hidden_layers=1, num_experts=5,
+        num_attention_heads=1, num_experts_per_tok=2,
+    )
+)  # fmt: skip
+RENORMALIZED = dataclasses.replace(ARCHITECTURE, renormalizes_experts=True)
+compute = jax.jit(experts.mixture, static_argnums=0)
+
+
+@functools.cache
+def example():
+    """(x, router, gate, up, down): three rows of seven tokens."""
+    rng = np.random.default_rng(0)
+    shapes = (3, 7, 6), (6, 5), (5, 6, 4), (5, 6, 4), (5, 4, 6)
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+
+def token_by_token(architecture, x, router, gate, up, down):
+    result = np.zeros(x.shape)
+    for place in np.ndindex(x.shape[:2]):
+        token = np.asarray(x[place], np.float64)
+        odds = np.exp(token @ router)
+        chosen = np.argsort(-odds)[: architecture.experts_per_token]
+        weights = odds[chosen] / (odds[chosen] if architecture.renormalizes_experts else odds).sum()
+        for expert, weight in zip(chosen, weights, strict=True):
+            activation = token @ gate[expert] / (1 + np.exp(-(token @ gate[expert])))
+            result[place] += weight * ((activation * (token @ up[expert])) @ down[expert])
+    return result
+
+
+def test_the_softmax_is_over_all_experts():
+    # Odds 4 : 1 : 3 : 2 of 10. A softmax of the two largest logits alone would give 4/7 and 3/7.
+    logits = jnp.log(jnp.array([[4.0, 1.0, 3.0, 2.0]]))
+    weights, chosen = experts.choose(ARCHITECTURE, logits)
+    np.testing.assert_array_equal(chosen, [[0, 2]])
+    np.testing.assert_allclose(weights, [[0.4, 0.3]], rtol=1e-6)
+    np.testing.assert_allclose(experts.choose(RENORMALIZED, logits)[0], [[4 / 7, 3 / 7]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, RENORMALIZED], ids=["plain", "renormalized"])
+def test_the_sum_is_that_of_each_token_alone(architecture):
+    np.testing.assert_allclose(compute(architecture, *example()), token_by_token(architecture, *example()), atol=2e-5)
+
+
+def test_no_token_is_dropped_where_all_choose_the_same_expert():
+    x, router, *matrices = example()
+    x = jnp.abs(x)
+    router = router.at[:, 3].set(9.0)
+    assert (experts.choose(ARCHITECTURE, x.reshape(-1, 6) @ router)[1][:, 0] == 3).all()
+    arguments = x, router, *matrices
+    np.testing.assert_allclose(compute(ARCHITECTURE, *arguments), token_by_token(ARCHITECTURE, *arguments), atol=2e-5)
+
+
+def test_a_token_of_padding_reaches_no_other():
+    x, *weights = example()
+    spoiled = compute(ARCHITECTURE, x.at[1, 4:].set(jnp.nan), *weights)
+    kept = np.ones((3, 7), bool)
+    kept[1, 4:] = False
+    np.testing.assert_allclose(spoiled[kept], compute(ARCHITECTURE, x, *weights)[kept], atol=1e-6)
+
+
+def test_gradients_are_those_of_the_sum_over_all_experts():
+    def dense(x, router, gate, up, down):
+        probabilities = jax.nn.softmax(jnp.einsum("BTD,DE->BTE", x, router))
+        least = jnp.sort(probabilities, axis=-1)[..., -2:-1]
+        weights = jnp.where(probabilities >= jnp.broadcast_to(least, probabilities.shape), probabilities, 0)
+        activation = jax.nn.silu(jnp.einsum("BTD,EDX->BTEX", x, gate)) * jnp.einsum("BTD,EDX->BTEX", x, up)
+        return jnp.einsum("BTEX,EXD,BTE->BTD", activation, down, weights)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *arguments: jnp.sum(jnp.sin(function(*arguments))), argnums=range(5)))(
+            *example()
+        )
+
+    grouped = gradients(functools.partial(experts.mixture, ARCHITECTURE))
+    for ours, wanted in zip(grouped, gradients(dense), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-4)
+        assert np.abs(wanted).max() > 0.1
+
+
+def test_the_golden_notices_a_softmax_of_the_chosen_alone(monkeypatch):
+    architecture, params, recorded = recording.golden("olmoe")
+
+    def softmax_after(architecture, logits):
+        largest, chosen = jax.lax.top_k(logits, architecture.experts_per_token)
+        return jax.nn.softmax(largest), chosen
+
+    monkeypatch.setattr(experts, "choose", softmax_after)
+    logits = transformer.logits.__wrapped__(architecture, params, jnp.asarray(recorded["tokens"]))
+    assert np.abs(logits - recorded["logits"]).max() > 0.1
+
+
+def test_the_router_is_the_same_in_learner_and_sampler():
+    # The sampler has a copy of all weights in the dtype of activations; the learner casts its own, in float32.
+    architecture, params, recorded = recording.golden("qwen3_moe")
+    tokens = jnp.asarray(recorded["tokens"])
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    ours = transformer.logits(architecture, params, tokens, dtype=jnp.bfloat16)
+    theirs = transformer.logits(
+        architecture, narrow | {"head": params["head"], "embedding": params["embedding"]}, tokens, dtype=jnp.bfloat16
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_adapters_go_on_attention_alone():
+    architecture, params, recorded = recording.golden("olmoe")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    chosen, tokens = lora.Lora(4, 8.0, attention), jnp.asarray(recorded["tokens"])
+    policy = lora.adapted(params, random_adapters(architecture, chosen), chosen)
+    logits = transformer.logits(architecture, policy, tokens)
+    np.testing.assert_allclose(transformer.logits(architecture, lora.merged(policy), tokens), logits, atol=1e-4)
+    assert np.abs(logits - recorded["logits"]).max() > 0.1
+    message = (
+        r"experts of olmoe can't have adapters on up_proj, down_proj: set lora.targets to q_proj,k_proj,v_proj,o_proj"
+    )
+    with pytest.raises(ValueError, match=message):
+        lora.adapter_shapes(architecture, lora.Lora(4, 8.0, (*attention, "up_proj", "down_proj")))
+
+
+def test_matrices_in_int8_are_refused_before_any_weight_is_read():
+    options = dataclasses.replace(tiny.OPTIONS, weight_dtype="int8")
+    with pytest.raises(ValueError, match="weight_dtype is 'int8', and the experts of olmoe .*set it to 'model'"):
+        Engine(recording.golden("olmoe")[0], options, mesh=mesh_lib.make_mesh())
