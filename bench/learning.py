@@ -1,9 +1,14 @@
 """`bench.learning`: held-out accuracy of algorithms at equal updates, equal tokens and equal time.
 
-The task `cipher` is the built-in one (configs/tiny.py); `words` is the tutorial's (configs/word_problems.py), whose
-model, problems and prompts docs/tutorial.md makes. Every run is `train`, in a process and a work directory of its own:
-after an interruption the same command continues, and a finished run is not repeated. Seconds are those of collecting
-and updating, compilation included; compare them within one command on an idle machine.
+The task `cipher` is the built-in one (configs/tiny.py), with one right response for each word; in `second_half` many
+responses are right (examples/second_half.py); `words` is the tutorial's (configs/word_problems.py), whose model,
+problems and prompts docs/tutorial.md makes. Every run is `train`, in a process and a work directory of its own: after
+an interruption the same command continues, and a finished run is not repeated. Every algorithm has a run before any has
+two. Seconds are those of collecting and updating, compilation included; compare them within one command on an idle
+machine.
+
+With several --learning_rates each algorithm gets the one that is best on the task at the middle budget of tokens, by
+a run with a seed that is not reported (`TRIAL_SEED`).
 """
 
 import dataclasses
@@ -12,9 +17,9 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
@@ -25,9 +30,12 @@ from reinforce_ada_jax.analysis.tables import markdown
 from reinforce_ada_jax.reporting import plotting
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
 from reinforce_ada_jax.reporting.panels import Curve, Panel
+from reinforce_ada_jax.reporting.writers import read_metrics
 
 BENCHMARK = "heldout"
 UPDATES = 100
+TRIAL_SEED = 1000
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +47,10 @@ class Task:
       budgets: response tokens at which averages are compared.
       threshold: held-out average, for the cost of reaching it.
       samples: responses per problem of an evaluation.
+      time: seconds after which averages are compared.
       seconds: most seconds of the figure.
       every: updates between evaluations.
+      settings: others that differ from the configuration.
       learning_rate: of the entries; None: each entry's own.
     """
 
@@ -48,14 +58,18 @@ class Task:
     budgets: tuple[int, ...]
     threshold: float
     samples: int
+    time: float
     seconds: float
     every: int
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     learning_rate: float | None = None
 
 
+SECOND_HALF = {"reward.path": f"{EXAMPLES}/second_half.py:reward", "reward.workers": 1}
 TASKS = {
-    "cipher": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 60.0, 10),
-    "words": Task("word_problems", (60_000, 120_000, 200_000), 0.6, 8, 240.0, 20, learning_rate=5e-4),
+    "cipher": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 15.0, 60.0, 10),
+    "second_half": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 15.0, 60.0, 10, SECOND_HALF),
+    "words": Task("word_problems", (60_000, 120_000, 200_000), 0.6, 8, 30.0, 240.0, 20, learning_rate=5e-4),
 }
 
 
@@ -66,14 +80,20 @@ class Entry:
     Attributes:
       name: in tables, figures and names of work directories.
       overrides: settings of the `collection` section that differ from the task's configuration.
-      learning_rate: the best of 1e-3, 2e-3 and 4e-3 on the task `cipher`, by one seed each; names end with others.
+      learning_rate: the best of 1e-3, 2e-3 and 4e-3 on the task `cipher`, by one seed each; names end with others. The
+        default, for files of users, was not tried.
       updates: on the task `cipher`, at least those that generate its largest budget; at least `UPDATES`.
     """
 
     name: str
     overrides: dict[str, Any]
-    learning_rate: float
+    learning_rate: float = 2e-3
     updates: int = UPDATES
+
+
+def rival(**files: str) -> dict[str, str]:
+    """Returns settings that name files of examples/rivals."""
+    return {setting: f"{EXAMPLES}/rivals/{file}" for setting, file in files.items()}
 
 
 SINGLES = {"strategy": "positive", "objective": "log", "samples_per_round": 1, "max_rounds": 16, "speculative": False}
@@ -92,19 +112,51 @@ ENTRIES = (
     Entry("estimate", {"strategy": "estimate", "objective": "log"}, 2e-3),
     Entry("dapo", {"strategy": "dapo"}, 2e-3),
     Entry("maxrl", {"strategy": "grpo", "group_size": 8, "objective": "maxrl"}, 2e-3),
+    Entry("mopps", {"strategy": "grpo", "group_size": 8, **rival(selection="mopps.py:MoPPS")}),
+    Entry("pcl", {"strategy": "grpo", "group_size": 8, **rival(selection="pcl.py:PCL")}),
+    Entry("greso", {"strategy": "dapo", **rival(selection="greso.py:GRESO")}),
+    Entry("knapsack", {"group_size": 8, **rival(strategy="knapsack.py:knapsack")}),
+    Entry("vip", {"group_size": 8, **rival(strategy="vip.py:vip", selection="vip.py:VIP")}),
+    Entry("pilot-commit", rival(strategy="pilot_commit.py:pilot_commit", selection="pilot_commit.py:Unsolved")),
+    Entry(
+        "ar3po",
+        {"samples_per_round": 4, **rival(strategy="ar3po.py:ar3po", selection="ar3po.py:Reusing")},
+        updates=115,
+    ),
+    Entry("aero", rival(strategy="aero.py:aero")),
 )
 # Entries of the figure where there are more than it can name.
 DRAWN = ("exact-log-1e-3", "exact-log-ahead", "grpo-4", "grpo-16", "balance", "maxrl")
 
 
-def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path) -> None:
-    """Trains one run to its end on one core; an unfinished one is resumed.
+class Run(NamedTuple):
+    """One run of an entry, on the task of this name."""
+
+    task: str
+    entry: Entry
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.entry.name}, learning rate {self.entry.learning_rate:g}, seed {self.seed}"
+
+    def workdir(self, folder: pathlib.Path) -> pathlib.Path:
+        """Returns the work directory within the folder of all runs."""
+        return folder / self.task / f"{self.entry.name}-{self.entry.learning_rate:g}-{self.seed}"
+
+
+def train(run: Run, workdir: pathlib.Path) -> None:
+    """Trains a run to its end on one core; an unfinished one is resumed, and a finished one is left alone.
 
     Raises:
       RuntimeError: it failed; the message has the end of its output.
     """
-    settings = {"seed": seed, "iterations": entry.updates, "learning.learning_rate": entry.learning_rate}
+    task, entry = TASKS[run.task], run.entry
+    lines = read_metrics(workdir)
+    if lines and lines[-1]["iteration"] >= entry.updates and f"evaluation/{BENCHMARK}/avg" in lines[-1]:
+        return
+    settings = {"seed": run.seed, "iterations": entry.updates, "learning.learning_rate": entry.learning_rate}
     settings |= {"logging.trackers": "", "evaluation.every": task.every, "checkpoint.every": entry.updates}
+    settings |= task.settings
     settings |= {f"collection.{key}": value for key, value in entry.overrides.items()}
     command = [
         sys.executable, "-m", "reinforce_ada_jax.train", f"--config={task.config}", f"--workdir={workdir}",
@@ -113,30 +165,50 @@ def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path) -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise RuntimeError(f"{entry.name}, seed {seed} ended with code {result.returncode}:\n{result.stderr[-2000:]}")
+        raise RuntimeError(f"{run} ended with code {result.returncode}:\n{result.stderr[-2000:]}")
 
 
-def train_all(
-    task: Task, entries: Sequence[Entry], seeds: Sequence[int], folder: pathlib.Path, jobs: int
-) -> dict[str, list[History]]:
-    """Trains every entry with every seed, `jobs` at a time; returns the histories by name of the entry."""
-    runs = [(entry, seed) for seed in seeds for entry in entries]
+def train_all(runs: Sequence[Run], folder: pathlib.Path, jobs: int) -> list[History]:
+    """Trains the runs in this order, `jobs` at a time; returns their histories."""
 
-    def one(run: tuple[Entry, int]) -> History:
-        entry, seed = run
-        workdir = folder / f"{entry.name}-{seed}"
-        train(task, entry, seed, workdir)
+    def one(run: Run) -> History:
+        workdir = run.workdir(folder)
+        train(run, workdir)
         history = load(workdir)
         average = history.evaluations[BENCHMARK].average[-1]
-        print(f"{entry.name}, seed {seed}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}", flush=True)
+        print(f"{run}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}", flush=True)
         return history
 
     with ThreadPoolExecutor(jobs) as pool:
-        histories = list(pool.map(one, runs))
-    return {
-        entry.name: [history for history, (trained, _) in zip(histories, runs, strict=True) if trained is entry]
-        for entry in entries
-    }
+        return list(pool.map(one, runs))
+
+
+def with_best_rates(
+    planned: Sequence[tuple[str, Entry]], rates: Sequence[float], folder: pathlib.Path, jobs: int
+) -> list[tuple[str, Entry]]:
+    """Returns the entries, each with its task, with the best of several learning rates by a trial of each.
+
+    A trial has the share of the entry's updates that the middle budget has of the largest.
+    """
+    shares = {name: task.budgets[1] / task.budgets[-1] for name, task in TASKS.items()}
+    trials = [
+        Run(
+            task,
+            dataclasses.replace(entry, learning_rate=rate, updates=math.ceil(entry.updates * shares[task])),
+            TRIAL_SEED,
+        )
+        for task, entry in planned
+        for rate in rates
+    ]
+    averages = [
+        at_tokens(history, BENCHMARK, TASKS[trial.task].budgets[1])
+        for trial, history in zip(trials, train_all(trials, folder, jobs), strict=True)
+    ]
+    best = np.argmax(np.reshape(averages, (-1, len(rates))), axis=1)
+    return [
+        (task, dataclasses.replace(entry, learning_rate=rates[index]))
+        for (task, entry), index in zip(planned, best, strict=True)
+    ]
 
 
 def at_updates(history: History, updates: int) -> tuple[float, float]:
@@ -144,6 +216,12 @@ def at_updates(history: History, updates: int) -> tuple[float, float]:
     accuracy = history.evaluations[BENCHMARK]
     averages = float(np.interp(updates, accuracy.updates, accuracy.average))
     return averages, float(np.interp(updates, accuracy.updates, accuracy.tokens))
+
+
+def at_seconds(history: History, seconds: float) -> float:
+    """Interpolates the average after these seconds of collecting and updating."""
+    accuracy = history.evaluations[BENCHMARK]
+    return float(np.interp(seconds, history.at(accuracy.updates, history.seconds), accuracy.average))
 
 
 def cost_of(history: History, average: float) -> tuple[float, float, float]:
@@ -166,10 +244,10 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
-    """Returns means over seeds with their 95 % intervals, at equal updates, tokens and cost.
+    """Returns means over seeds with their 95 % intervals, at equal updates, tokens, time and cost.
 
-    A budget that a run did not reach gives None, never an extrapolated number; so does the threshold. The entropy
-    at the end is the mean of `collection/entropy` over the last ten iterations.
+    A budget that a run did not reach gives None, never an extrapolated number; so do the time and the threshold. The
+    entropy at the end is the mean of `collection/entropy` over the last ten iterations.
     """
     result = {}
     for name, runs in histories.items():
@@ -177,6 +255,7 @@ def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
         costs = np.array([cost_of(run, task.threshold) for run in runs])
         last = [max(run.curves[BENCHMARK]["pass"].items())[1] for run in runs]
         result[name] = {
+            "learning_rate": runs[0].config["learning"]["learning_rate"],
             f"avg_at_{UPDATES}_updates": interval([average for average, _ in reached]),
             f"tokens_at_{UPDATES}_updates": interval([tokens for _, tokens in reached]),
             "avg_at_tokens": {
@@ -185,6 +264,9 @@ def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
                 else None
                 for budget in task.budgets
             },
+            "avg_at_time": interval([at_seconds(run, task.time) for run in runs])
+            if all(run.seconds[-1] >= task.time for run in runs)
+            else None,
             "tokens_to_threshold": interval(costs[:, 1].tolist()) if np.isfinite(costs).all() else None,
             "seconds_to_threshold": interval(costs[:, 2].tolist()) if np.isfinite(costs).all() else None,
             "reached_threshold": int(np.isfinite(costs[:, 0]).sum()),
@@ -198,13 +280,17 @@ def table(task: Task, result: dict[str, Any]) -> str:
     """Returns the summary as a Markdown table."""
 
     def cell(values: list[float] | None, digits: int = 3, otherwise: str = "not reached") -> str:
-        return otherwise if values is None else f"{values[0]:,.{digits}f} ± {values[1]:,.{digits}f}"
+        if values is None:
+            return otherwise
+        return " ± ".join(f"{value:,.{digits}f}" for value in values if not math.isnan(value))
 
     header = [
         "",
+        "learning rate",
         *(f"avg@{task.samples} at {budget / 1000:,.0f}k tokens" for budget in task.budgets),
         f"at {UPDATES} updates",
         "tokens by then",
+        f"at {task.time:g} s",
         f"tokens to {task.threshold}",
         f"seconds to {task.threshold}",
         f"pass@{task.samples} at the end",
@@ -214,9 +300,10 @@ def table(task: Task, result: dict[str, Any]) -> str:
     for name, numbers in result.items():
         some = f"{numbers['reached_threshold']} of the seeds"
         rows.append([
-            name,
+            name, f"{numbers['learning_rate']:g}",
             *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in task.budgets),
             cell(numbers[f"avg_at_{UPDATES}_updates"]), f"{numbers[f'tokens_at_{UPDATES}_updates'][0]:,.0f}",
+            cell(numbers["avg_at_time"]),
             cell(numbers["tokens_to_threshold"], 0, some), cell(numbers["seconds_to_threshold"], 1, some),
             cell(numbers["pass_at_end"]), cell(numbers["entropy_at_end"]),
         ])  # fmt: skip
@@ -245,32 +332,59 @@ def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) 
     plotting.draw(drawn, file, columns=3)
 
 
+def own_entry(text: str) -> Entry:
+    """Returns the algorithm that --own describes: "NAME,strategy=FILE:FUNCTION,group_size=8"."""
+    name, *settings = text.split(",")
+    if not all("=" in setting for setting in settings):
+        raise ValueError(f"--own={text} must be a name and settings of the section collection: NAME,KEY=VALUE,...")
+    return Entry(name, dict(setting.split("=", 1) for setting in settings))
+
+
+def planned_entry(entry: Entry, task: Task, updates: int | None) -> Entry:
+    """Returns the entry with the learning rate and the updates that it has on a task; `updates` are the user's."""
+    if task.learning_rate is None:
+        return dataclasses.replace(entry, updates=updates or entry.updates)
+    return dataclasses.replace(entry, learning_rate=task.learning_rate, updates=updates or UPDATES)
+
+
+def chosen(kind: str, names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+    """Returns the names; raises ValueError for one that is not known."""
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{kind} {unknown[0]!r} is not one of {', '.join(known)}.")
+    return list(names)
+
+
 def run(options: flags.FlagValues) -> dict[str, Any]:
-    """Trains, writes learning.png, learning.svg and learning.md into --output, and returns the summary by entry.
+    """Trains, writes learning.md and a figure of each task into --output, and returns the summary by task and entry.
 
     Raises:
-      ValueError: an unknown algorithm.
+      ValueError: an unknown algorithm or task, or one of the user's that is no name and settings.
     """
-    known = {entry.name: entry for entry in ENTRIES}
-    unknown = [name for name in options.algorithms if name not in known]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is not one of {', '.join(known)}.")
-    folder = pathlib.Path(options.output)
-    task = TASKS[options.task]
-    entries = [
-        dataclasses.replace(
-            entry,
-            learning_rate=options.learning_rate or task.learning_rate or entry.learning_rate,
-            updates=options.updates or (entry.updates if task.learning_rate is None else UPDATES),
-        )
-        for entry in (known[name] for name in options.algorithms or known)
-    ]
-    histories = train_all(task, entries, range(options.seeds), folder, options.jobs)
-    result = summary(task, histories)
-    figure(task, histories, folder / "learning")
-    text = table(task, result)
-    (folder / "learning.md").write_text(text + "\n")
-    print(text, flush=True)
+    own = [own_entry(text) for text in options.own]
+    known = {entry.name: entry for entry in (*ENTRIES, *own)}
+    names = chosen("algorithm", options.algorithms or list(known), known)
+    names = list(dict.fromkeys([*names, *(entry.name for entry in own)]))
+    tasks, folder = chosen("task", options.task, TASKS), pathlib.Path(options.output)
+    rates = [float(rate) for rate in options.learning_rates]
+    planned = [(task, planned_entry(known[name], TASKS[task], options.updates)) for task in tasks for name in names]
+    if len(rates) == 1:
+        planned = [(task, dataclasses.replace(entry, learning_rate=rates[0])) for task, entry in planned]
+    if len(rates) > 1:
+        planned = with_best_rates(planned, rates, folder, options.jobs)
+    runs = [Run(task, entry, seed) for seed in range(options.seeds) for task, entry in planned]
+    found = list(zip(runs, train_all(runs, folder, options.jobs), strict=True))
+    result, tables = {}, []
+    for name in tasks:
+        entries = [entry for task, entry in planned if task == name]
+        histories = {
+            entry.name: [history for run, history in found if run.task == name and run.entry == entry]
+            for entry in entries
+        }
+        result[name] = summary(TASKS[name], histories)
+        figure(TASKS[name], histories, folder / name)
+        tables.append(f"## {name}\n\n{table(TASKS[name], result[name])}\n")
+    (folder / "learning.md").write_text("\n".join(tables))
+    print("\n".join(tables), flush=True)
     return result
 
 

@@ -31,7 +31,7 @@ STRINGS = {
     "against_python": (sys.executable, "Python interpreter of the environment of the baseline."),
     "lengths": (None, "Response lengths: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
     "json": (None, "File for the numbers."),
-    "output": ("runs/learning", "Folder for the runs of `learning`, their table and their figure."),
+    "output": ("runs/learning", "Folder for the runs of `learning`, their tables and figures."),
 }
 # Defaults are those that `rollout` was tuned to on two cores.
 INTEGERS = {
@@ -87,7 +87,6 @@ INTEGERS = {
 FLOATS = {  # default, most, text
     "zero_rows": (None, 1.0, "Share of responses without advantage; `update` is measured with and without them."),
     "temperature": (None, None, "Sampling temperature of `rollout`; default: the workload's."),
-    "learning_rate": (None, None, "Learning rate of all runs of `learning`; default: those of its table."),
     "scale": (1.0, None, "Factor of the response lengths of `adaptive`."),
     "bandwidth": (None, None, "Memory bandwidth in bytes per second, for a simulation of --model."),
 }
@@ -122,7 +121,7 @@ USED = {
                  "samples_per_round", "scale", "speculative", "strategy"),
     "iteration": ("config", "model", "shape", *_LENGTHS, "against", "against_python", "micro_batches", "repeat", "seed",
                   "variants"),
-    "learning": ("algorithms", "jobs", "learning_rate", "output", "seeds", "task", "updates"),
+    "learning": ("algorithms", "jobs", "learning_rates", "output", "own", "seeds", "task", "updates"),
     "loss": ("columns", "dtype", "repeat", "row_tokens", "rows", "words"),
     "preemption": ("config", "repeat"),
     "rollout": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "against", "against_python", "copy_mb", "drafts",
@@ -155,7 +154,19 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
-    flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
+    flags.DEFINE_list(
+        "task", ["cipher"], "Problems of `learning`: cipher, second_half, words; several of them.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "learning_rates", [],
+        "Learning rate of all runs of `learning`, or several: the best for each algorithm; default: that of its table.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_multi_string(
+        "own", [],
+        "An algorithm of yours in `learning`: NAME,strategy=FILE:FUNCTION,... with settings of the section collection.",
+        flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)
     flags.DEFINE_list(
         "variants", list(DEFAULT_VARIANTS), f"Variants of `iteration`, of {', '.join(VARIANTS)}.", flag_values=values

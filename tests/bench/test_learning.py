@@ -1,5 +1,6 @@
 """`bench.learning`: what is read from runs, at equal updates and at equal tokens."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -8,6 +9,7 @@ from absl import flags
 
 from bench import command_line, learning, options
 from reinforce_ada_jax.reporting.history import Accuracy, History
+from tests.running import cipher_file
 
 
 def history(tokens_per_update: int, last: float) -> History:
@@ -18,8 +20,9 @@ def history(tokens_per_update: int, last: float) -> History:
     evaluation = Accuracy(evaluated, tokens_per_update * evaluated, evaluated / 200 * last, np.zeros(3))
     curves = {"heldout": {"pass": {100.0: {1: 0.0, 16: 0.1}, 200.0: {1: last, 16: 1.0}}}}
     metrics = {"collection/entropy": np.linspace(2.0, 0.01, 200)}
+    config = {"learning": {"learning_rate": 2e-3}}
     return History(
-        "run", 16, updates, tokens, updates, metrics, {"heldout": evaluation}, curves, {}, pathlib.Path("run")
+        "run", 16, updates, tokens, updates, metrics, {"heldout": evaluation}, curves, config, pathlib.Path("run")
     )
 
 
@@ -34,6 +37,8 @@ def test_summary():
     # 46,000 tokens are 143.75 of 200 updates; grpo ends at 64,000.
     assert found["grpo-4"]["avg_at_tokens"]["46000"][0] == pytest.approx(0.6 * 143.75 / 200)
     assert found["grpo-4"]["avg_at_tokens"]["70000"] is None and found["grpo-4"]["reached_threshold"] == 0
+    # 15 seconds are 15 of 200 updates.
+    assert found["grpo-4"]["avg_at_time"] == pytest.approx([0.6 * 15 / 200, 12.7062 * 0.2 * 15 / 200], abs=1e-5)
     # 0.9 is reached after 180 and 200 updates, a second each.
     assert found["balance"]["seconds_to_threshold"][0] == pytest.approx(190.0)
     assert found["balance"]["tokens_to_threshold"][0] == pytest.approx(190.0 * 3350)
@@ -42,7 +47,16 @@ def test_summary():
     assert found["balance"]["entropy_at_end"] == pytest.approx([0.055, 0.0])
     row = learning.table(learning.TASKS["cipher"], found).splitlines()[2].split("|")
     row = [cell.strip() for cell in row[1:-1]]
-    assert row[0] == "grpo-4" and row[3:5] == ["not reached", "0.300 ± 1.271"] and row[6] == "0 of the seeds"
+    assert row[:2] == ["grpo-4", "0.002"] and row[4:6] == ["not reached", "0.300 ± 1.271"]
+    assert row[7:9] == ["0.045 ± 0.191", "0 of the seeds"]
+
+
+def test_one_seed_has_no_interval_and_a_short_run_no_time():
+    run = history(320, 0.4)
+    short = dataclasses.replace(run, seconds=run.seconds / 20)  # 10 s in all
+    found = learning.summary(learning.TASKS["cipher"], {"grpo-4": [short]})
+    row = [cell.strip() for cell in learning.table(learning.TASKS["cipher"], found).splitlines()[2].split("|")[1:-1]]
+    assert row[5] == "0.200" and row[7] == "not reached"
 
 
 @pytest.mark.parametrize(("count", "point"), [(5, 2.776), (10, 2.262), (11, 2.228)])
@@ -53,34 +67,90 @@ def test_the_interval_is_students(count, point):
     assert half == pytest.approx(point * np.std(values, ddof=1) / count**0.5, rel=1e-3)
 
 
+def measured(folder, *arguments):
+    """Returns the result of the command."""
+    values = options.define_flags(flags.FlagValues())
+    values(["bench", f"--output={folder}", *arguments])
+    return command_line.measured(learning.run, values)
+
+
 def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
     trained = []
-    monkeypatch.setattr(learning, "train", lambda task, *run: trained.append(run))
+    monkeypatch.setattr(learning, "train", lambda run, workdir: trained.append((run, workdir)))
     monkeypatch.setattr(learning, "load", lambda workdir: HISTORIES["balance"][0])
-    values = options.define_flags(flags.FlagValues())
-    values(
-        [
-            "bench",
-            f"--output={tmp_path}",
-            "--seeds=2",
-            "--algorithms=ngu,dapo",
-            "--updates=300",
-            "--learning_rate=0.5",
-        ]
-    )
-    result = command_line.measured(learning.run, values)
-    runs = [(entry.name, seed, entry.updates, entry.learning_rate, workdir) for entry, seed, workdir in trained]
-    assert sorted(runs) == [
-        (name, seed, 300, 0.5, tmp_path / f"{name}-{seed}") for name in ("dapo", "ngu") for seed in (0, 1)
+    flags_given = ("--seeds=2", "--task=cipher,second_half", "--algorithms=ngu,dapo", "--updates=300")
+    result = measured(tmp_path, *flags_given, "--learning_rates=0.5")
+    # Every algorithm has a run before any has two.
+    assert [(run.seed, run.task, run.entry.name, run.entry.updates, workdir) for run, workdir in trained] == [
+        (seed, task, name, 300, tmp_path / task / f"{name}-0.5-{seed}")
+        for seed in (0, 1)
+        for task in ("cipher", "second_half")
+        for name in ("ngu", "dapo")
     ]
-    assert list(result) == ["ngu", "dapo"]
-    assert (tmp_path / "learning.md").read_text() == learning.table(learning.TASKS["cipher"], result) + "\n"
-    assert (tmp_path / "learning.png").exists() and (tmp_path / "learning.svg").exists()
+    assert list(result) == ["cipher", "second_half"] and list(result["second_half"]) == ["ngu", "dapo"]
+    page = (tmp_path / "learning.md").read_text()
+    for name in result:
+        assert f"## {name}\n\n{learning.table(learning.TASKS[name], result[name])}\n" in page
+        assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}.svg").exists()
 
 
-def test_an_unknown_algorithm(capsys):
-    values = options.define_flags(flags.FlagValues())
-    values(["bench", "--algorithms=ppo"])
+def test_each_algorithm_has_its_best_learning_rate(tmp_path, monkeypatch):
+    """The average with 46,000 tokens of a seed that is not reported decides, on each task."""
+    best = {("cipher", "ngu"): 0.25, ("cipher", "dapo"): 0.5, ("second_half", "ngu"): 1.0, ("second_half", "dapo"): 0.5}
+    trained = []
+
+    def load(workdir):
+        name, rate, seed = workdir.name.split("-")
+        trained.append((workdir.parent.name, name, float(rate), int(seed)))
+        return history(3350, 0.9 if float(rate) == best[workdir.parent.name, name] else 0.8)
+
+    updates = []
+    monkeypatch.setattr(learning, "train", lambda run, workdir: updates.append((run.seed, run.entry.updates)))
+    monkeypatch.setattr(learning, "load", load)
+    monkeypatch.setattr(learning, "figure", lambda *_: None)
+    measured(tmp_path, "--seeds=1", "--task=cipher,second_half", "--algorithms=ngu,dapo", "--learning_rates=0.25,0.5,1")
+    tried = [run for run in trained if run[3] == learning.TRIAL_SEED]
+    assert sorted(tried) == sorted((*key, rate, 1000) for key in best for rate in (0.25, 0.5, 1.0))
+    assert trained[12:] == [(*key, rate, 0) for key, rate in best.items()]
+    # 46 of 70 parts of 100 updates.
+    assert set(updates) == {(learning.TRIAL_SEED, 66), (0, 100)}
+
+
+def test_an_algorithm_of_the_users_own_is_in_the_table(tmp_path, monkeypatch):
+    """One file and one flag: it is trained, and has a row of its own. The built-in algorithm is scripted."""
+    (tmp_path / "mine.py").write_text(
+        "from reinforce_ada_jax.collection.strategies import fixed\n\n\ndef pairs(config):\n    return fixed(2)\n"
+    )
+    settings = {"data.prompts": cipher_file(tmp_path / "words.jsonl", 32), "evaluation.benchmarks": "heldout.jsonl"}
+    cipher_file(tmp_path / "heldout.jsonl", 4)
+    monkeypatch.chdir(tmp_path)
+    small = dataclasses.replace(learning.TASKS["cipher"], samples=2, every=1, settings=settings)
+    monkeypatch.setitem(learning.TASKS, "cipher", small)
+    train, load = learning.train, learning.load
+    monkeypatch.setattr(learning, "train", lambda run, workdir: run.entry.name == "pairs" and train(run, workdir))
+    monkeypatch.setattr(learning, "load", lambda workdir: load(workdir) if workdir.exists() else history(320, 0.8))
+    arguments = ("--seeds=1", "--updates=1", "--own=pairs,strategy=mine.py:pairs", "--algorithms=grpo-4")
+    result = measured(tmp_path / "runs", *arguments)
+    assert list(result["cipher"]) == ["grpo-4", "pairs"]
+    page = (tmp_path / "runs" / "learning.md").read_text()
+    assert [line.split("|")[1].strip() for line in page.splitlines()[4:6]] == ["grpo-4", "pairs"]
+    # 32 prompts and two responses of each, which the file decides.
+    assert load(tmp_path / "runs/cipher/pairs-0.002-0").metrics["collection/responses"].tolist() == [64.0]
+    # A finished run is left alone.
+    monkeypatch.setattr(learning.subprocess, "run", lambda *_, **__: pytest.fail("it was trained again"))
+    measured(tmp_path / "runs", *arguments)
+    assert (tmp_path / "runs" / "learning.md").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--algorithms=ppo", "algorithm 'ppo' is not one of exact-log, "),
+        ("--task=maze", "task 'maze' is not one of cipher, second_half, words"),
+        ("--own=mine,mine.py:triple", "must be a name and settings of the section collection"),
+    ],
+)
+def test_a_mistake(tmp_path, capsys, argument, message):
     with pytest.raises(SystemExit, match="2"):
-        command_line.measured(learning.run, values)
-    assert "'ppo' is not one of exact-log, " in capsys.readouterr().err
+        measured(tmp_path, argument)
+    assert message in capsys.readouterr().err
