@@ -76,7 +76,7 @@ CONFIGS = {
         eos_token_id=50279, hidden_act="silu", initializer_range=0.02, max_position_embeddings=4096,
         norm_topk_prob=False, num_attention_heads=16, num_experts=64, num_experts_per_tok=8, num_key_value_heads=16,
         output_router_logits=False, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=10000.0,
-        router_aux_loss_coef=0.01, tie_word_embeddings=False, use_cache=True, vocab_size=50304, hidden_size=64,
+        router_aux_loss_coef=0.01, tie_word_embeddings=False, use_cache=True, vocab_size=50304, hidden_size=96,
         intermediate_size=32, num_hidden_layers=2,
     ),
 }  # fmt: skip
