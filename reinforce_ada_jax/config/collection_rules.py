@@ -138,8 +138,8 @@ def draws_follow_the_estimate(collection: CollectionConfig) -> None:
     """estimate: not pass_at_k; where w(p) is constant (identity), the allocation is "variance"."""
     if collection.strategy == "estimate" and collection.objective == "pass_at_k":
         raise ValueError(
-            "collection.objective is 'pass_at_k' with the strategy estimate, whose number of draws follows w(p), and this "
-            "weight falls to 0 where a prompt is always solved. Use the objective identity, log or power, or the "
+            "collection.objective is 'pass_at_k' with the strategy estimate, whose number of draws follows w(p), and "
+            "this weight falls to 0 where a prompt is always solved. Use the objective identity, log or power, or the "
             "strategy positive or balance."
         )
     if collection.strategy == "estimate" and weight_is_constant(collection) and allocation(collection) != "variance":
