@@ -224,6 +224,17 @@ def updates_are_whole_micro_batches(config: Config) -> None:
     )
 
 
+def rows_are_cut(config: Config) -> None:
+    """mesh.context divides max_prompt_tokens + max_response_tokens, and the attention is auto, blocks or splash."""
+    context, attention = config.mesh.context, config.learning.attention
+    _check_multiple("data.max_prompt_tokens + sampling.max_response_tokens", config.row_tokens, "mesh.context", context)
+    if context > 1 and attention in ("jnp", "cudnn"):
+        raise ValueError(
+            f"mesh.context is {context}, and learning.attention is {attention!r}, which takes queries of whole rows "
+            "alone. Set learning.attention to 'auto', or mesh.context to 1."
+        )
+
+
 def corrections_weigh_whole_responses(config: Config) -> None:
     """aggregation is not seq-mean-token-mean with a correction or with the objective maxrl."""
     collection, aggregation = config.collection, config.learning.aggregation
@@ -370,7 +381,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     an_environment_gives_the_rewards, own_code_has_workers, a_test_fits_the_grading,
     a_judge_is_complete,
     penalty_fits_the_response,
-    iterations_are_whole_updates, updates_are_whole_micro_batches,
+    iterations_are_whole_updates, updates_are_whole_micro_batches, rows_are_cut,
     corrections_weigh_whole_responses, proportional_selection_is_corrected, importance_has_a_cap,
     overlap_knows_its_prompts, drawn_ahead_is_young, devices_are_split,
     barrier_holds_every_prompt, pages_hold_a_response,

@@ -6,6 +6,7 @@ paper's runs (arXiv 2510.04996) and its reference program.
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 from reinforce_ada_jax.config import values
@@ -117,7 +118,8 @@ class CodeConfig:
         2, "Processor seconds of each process that a test starts; a test ends after twice as many seconds.",
         values.AT_LEAST_1, rule="a_test_fits_the_grading",
     )  # fmt: skip
-    memory_mib: int = setting(1024, "Memory of all processes of a test.", values.AT_LEAST_1)
+    # Memory of all processes of a test. Programs of contests have 256 MiB, and Python starts with a tenth of this.
+    memory_mib: ClassVar[int] = 1024
 
     @property
     def wall_s(self) -> float:
@@ -292,8 +294,9 @@ class SamplingConfig:
     temperature: float = setting(1.0, "Sampling temperature of training.", values.POSITIVE)
     max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.AT_LEAST_1)
     slots: int = setting(
-        0, "Responses decoded at the same time in each of mesh.data * mesh.fsdp replicas (with mesh.sampler, in each "
-        "of mesh.sampler / mesh.tensor); 0: 256, or on CPUs as many as the strategy keeps busy, at most 64.",
+        0, "Responses decoded at the same time in each of mesh.data * mesh.fsdp * mesh.context replicas (with "
+        "mesh.sampler, in each of mesh.sampler / mesh.tensor); 0: 256, or on CPUs as many as the strategy keeps busy, "
+        "at most 64.",
         values.SLOTS,
     )  # fmt: skip
     window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
@@ -438,21 +441,25 @@ class MeshConfig:
     fsdp: int = setting(
         1, "Devices that share weights and optimiser state.", values.AT_LEAST_1, rule="updates_are_whole_micro_batches"
     )
+    context: int = setting(
+        1, "Devices that share the tokens of each row in the learner, for rows of 16k tokens and more; they share "
+        "weights and optimiser state too.", values.AT_LEAST_1, rule="rows_are_cut",
+    )  # fmt: skip
     tensor: int = setting(1, "Devices that share each product.", values.AT_LEAST_1)
     sampler: int = setting(
-        0, "Devices that only draw, beside data * fsdp * tensor devices that update; 0: all devices do both, in turn.",
-        values.NOT_NEGATIVE, rule="devices_are_split",
+        0, "Devices that only draw, beside data * fsdp * context * tensor devices that update; 0: all devices do both, "
+        "in turn.", values.NOT_NEGATIVE, rule="devices_are_split",
     )  # fmt: skip
 
     @property
     def learner(self) -> int:
         """Number of devices of the learner."""
-        return self.data * self.fsdp * self.tensor
+        return math.prod(self.axes.values())
 
     @property
     def axes(self) -> dict[str, int]:
         """Devices of the learner along each axis."""
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return {"data": self.data, "fsdp": self.fsdp, "context": self.context, "tensor": self.tensor}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -540,6 +547,11 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row of the learner."""
+        return self.data.max_prompt_tokens + self.sampling.max_response_tokens
 
     @property
     def draws_in_int8(self) -> bool:

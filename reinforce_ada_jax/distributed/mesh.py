@@ -1,8 +1,11 @@
 """Device mesh, and the one table that maps logical axes to mesh axes.
 
-Mesh axes are `data` (rows only), `fsdp` (rows, and weights along the model axis) and `tensor` (heads, feed-forward,
-vocabulary). Every weight declares its logical axes where it is declared (`policy/layers.py`); nothing else decides
-where an array lives.
+Mesh axes are `data` (rows only), `fsdp` (rows, and weights along the model axis), `context` (the tokens of a row, and
+weights along the model axis) and `tensor` (heads, feed-forward, vocabulary). Every weight declares its logical axes
+where it is declared (`policy/layers.py`); nothing else decides where an array lives.
+
+The learner cuts a row into as many parts as `context` has devices (`cut_rows`). A part is computed as a row is; only
+attention reads the keys and values of the other parts (`all_parts`).
 """
 
 import math
@@ -15,14 +18,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.config import MeshConfig
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 # Platform of JAX_PLATFORMS: the extra of the package jax that has its plugin.
 EXTRAS = {"cuda": "cuda12", "gpu": "cuda12", "tpu": "tpu"}
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "rows": ("data", "fsdp"),
+    "parts": ("context", "data", "fsdp"),  # of rows, as `cut_rows` orders them
     "layers": None,
-    "embed": "fsdp",
+    "embed": ("fsdp", "context"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "head": None,
@@ -54,8 +58,9 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     devices: Sequence[Any] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
+    context: int = 1,
 ) -> Mesh:
-    """Returns a mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees).
+    """Returns a mesh of exactly data * fsdp * context * tensor devices (the first of `devices`, or of all of JAX's).
 
     Devices of one process are neighbours; `tensor`, the innermost axis, and so a decode replica, is in one process.
 
@@ -64,20 +69,21 @@ def make_mesh(
     """
     devices = available_devices() if devices is None else devices
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
-    size = data * fsdp * tensor
+    size = data * fsdp * context * tensor
+    product = "mesh.data * mesh.fsdp * mesh.context * mesh.tensor = "
+    product += f"{data} * {fsdp} * {context} * {tensor} = {size}"
     if size > len(devices):
         raise ValueError(
-            f"mesh.data * mesh.fsdp * mesh.tensor = {data} * {fsdp} * {tensor} = {size}, but there are {len(devices)} "
-            f"devices ({devices[0].platform}): lower one of them, or run where there are more."
+            f"{product}, but there are {len(devices)} devices ({devices[0].platform}): lower one of them, or run where "
+            "there are more."
         )
     processes = {device.process_index for device in devices}
     if len(processes) > 1 and (size != len(devices) or len(devices) // len(processes) % tensor):
         raise ValueError(
-            f"mesh.data * mesh.fsdp * mesh.tensor = {data} * {fsdp} * {tensor} = {size}, over {len(processes)} "
-            f"processes of {len(devices) // len(processes)} devices: the product must be {len(devices)}, and "
-            "mesh.tensor a divisor of a process's devices."
+            f"{product}, over {len(processes)} processes of {len(devices) // len(processes)} devices: the product must "
+            f"be {len(devices)}, and mesh.tensor a divisor of a process's devices."
         )
-    return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, tensor), AXES)
+    return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, context, tensor), AXES)
 
 
 def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
@@ -87,7 +93,7 @@ def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
     ValueError where there are fewer devices, or several processes.
     """
     if not chosen.sampler:
-        mesh = make_mesh(chosen.data, chosen.fsdp, chosen.tensor)
+        mesh = make_mesh(**chosen.axes, devices=None)
         return mesh, mesh
     devices, needed = available_devices(), chosen.learner + chosen.sampler
     if jax.process_count() > 1:
@@ -98,12 +104,48 @@ def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
         )
     if needed > len(devices):
         raise ValueError(
-            f"mesh.data * mesh.fsdp * mesh.tensor + mesh.sampler = {chosen.learner} + {chosen.sampler} = {needed}, but "
-            f"there are {len(devices)} devices ({devices[0].platform}): lower one of them, or run where there are more."
+            f"mesh.data * mesh.fsdp * mesh.context * mesh.tensor + mesh.sampler = {chosen.learner} + {chosen.sampler} "
+            f"= {needed}, but there are {len(devices)} devices ({devices[0].platform}): lower one of them, or run "
+            "where there are more."
         )
-    learner = make_mesh(chosen.data, chosen.fsdp, chosen.tensor, devices[: chosen.learner])
+    learner = make_mesh(**chosen.axes, devices=devices[: chosen.learner])
     replicas = chosen.sampler // chosen.tensor
     return learner, make_mesh(data=replicas, tensor=chosen.tensor, devices=devices[chosen.learner : needed])
+
+
+def describe(mesh: Mesh) -> str:
+    """Returns the axes and their sizes as text, without a `context` that splits nothing."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if axis != "context" or size > 1)
+
+
+def parts(mesh: Mesh, axis: str | None) -> int:
+    """Returns the number of parts in which a logical axis is split on `mesh`."""
+    return math.prod(mesh.shape[name] for name in _mesh_axes(axis))
+
+
+def _mesh_axes(axis: str | None) -> tuple[str, ...]:
+    of_mesh = None if axis is None else LOGICAL_TO_MESH[axis]
+    return (of_mesh,) if isinstance(of_mesh, str) else of_mesh or ()
+
+
+def cut_rows(x: Any, count: int) -> jax.Array:
+    """Cuts rows [B, T, ...] into parts, [count * B, T / count, ...]: the first of each row, then the second, ..."""
+    rows, rest = len(x), x.shape[2:]
+    return x if count == 1 else x.reshape(rows, count, -1, *rest).swapaxes(0, 1).reshape(count * rows, -1, *rest)
+
+
+def join_rows(x: Any, count: int) -> jax.Array:
+    """Makes rows [B, T, ...] of their parts, as the inverse of `cut_rows`."""
+    rows, rest = len(x) // count, x.shape[2:]
+    return x if count == 1 else x.reshape(count, rows, -1, *rest).swapaxes(0, 1).reshape(rows, -1, *rest)
+
+
+def all_parts(x: jax.Array, count: int) -> jax.Array:
+    """Returns whole rows [B, T, ...] inside of a `shard_map`, where this device has one of `count` parts of them.
+
+    The slope of a part is summed over the devices that have read it.
+    """
+    return x if count == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
 
 def local_rows(array: jax.Array) -> np.ndarray:
@@ -131,7 +173,7 @@ def spec(axes: Sequence[str | None]) -> PartitionSpec:
 
 
 def tensor_spec(axes: Sequence[str | None]) -> PartitionSpec:
-    """Returns the partition for decoding: split over `tensor` alone, whole along `data` and `fsdp`."""
+    """Returns the partition for decoding: split over `tensor` alone, whole along the other axes of the mesh."""
     return PartitionSpec(*(axis if axis == "tensor" else None for axis in spec(axes)))
 
 
@@ -143,11 +185,11 @@ def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
 def weight_sharding(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     """Returns `sharding` of a weight; ValueError, with the names and sizes, if a split axis does not divide."""
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axis = None if axis is None else LOGICAL_TO_MESH[axis]
-        if mesh_axis is not None and size % mesh.shape[mesh_axis]:
+        if size % parts(mesh, axis):
+            over = " * ".join(f"mesh.{name}" for name in _mesh_axes(axis) if mesh.shape[name] > 1)
             raise ValueError(
-                f"{name}: axis {axis!r} of size {size} cannot be split over mesh.{mesh_axis} = "
-                f"{mesh.shape[mesh_axis]}: choose mesh.{mesh_axis} as a divisor of {size}."
+                f"{name}: axis {axis!r} of size {size} cannot be split over {over} = {parts(mesh, axis)}: choose "
+                f"{over} as a divisor of {size}."
             )
     return sharding(mesh, axes)
 

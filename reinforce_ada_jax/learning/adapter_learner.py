@@ -101,7 +101,7 @@ class AdapterLearner:
     def __init__(self, architecture: Architecture, base: Params, mesh: Mesh, dtype: DTypeLike):
         """Makes the programs over the weights `base`, which stay as they are; nothing is compiled."""
         self.architecture, self.base, self.mesh = architecture, base, mesh
-        self.least_rows = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.least_rows = mesh_lib.parts(mesh, "rows")
         platform = platform_lib.of_mesh(mesh, LearningConfig(responses_per_row=1), architecture, dtype)
         self._head = head_config(platform, mesh, tied=architecture.tied_embedding, temperature=1.0, frozen=True)
         self._hidden_states = functools.partial(hidden_states, **row_settings(platform, mesh, dtype))

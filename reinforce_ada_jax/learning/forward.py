@@ -21,7 +21,8 @@ def choose_attention(platform: Platform, mesh: Mesh) -> SegmentAttend:
     if platform.attention == "jnp":
         return causal_attend
     if platform.attention == "blocks":
-        return blocked_attention.attend
+        is_cut = mesh.shape["context"] > 1
+        return functools.partial(blocked_attention.attend_parts, mesh=mesh) if is_cut else blocked_attention.attend
     if platform.attention == "cudnn":
         return functools.partial(cudnn_attention.attend, mesh=mesh, max_segments=platform.max_segments)
     from reinforce_ada_jax.policy import splash_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
@@ -30,11 +31,11 @@ def choose_attention(platform: Platform, mesh: Mesh) -> SegmentAttend:
 
 
 def row_settings(platform: Platform, mesh: Mesh, dtype: DTypeLike) -> dict[str, Any]:
-    """Returns the keyword arguments of `hidden_states` for rows that are split over a mesh."""
+    """Returns the keyword arguments of `hidden_states` for rows, or parts of them, that are split over a mesh."""
     # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums them
     # between devices in every product (8 times the traffic of gathering weights) and has every device compute the
     # attention of all rows.
-    by_row = mesh_lib.sharding(mesh, ("rows", None, None))
+    by_row = mesh_lib.sharding(mesh, ("parts", None, None))
     return dict(
         attend=choose_attention(platform, mesh), dtype=jnp.dtype(dtype), remat=platform.remat,
         constrain=ShardingConstraint(by_row),

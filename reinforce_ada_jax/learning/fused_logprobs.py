@@ -42,13 +42,13 @@ def token_logprobs(
     float32 (d_head over data and fsdp: in its own dtype). Logits and statistics are float32. The products have the
     dtype of `hidden`, to which the head is cast tile by tile: a float32 head with bfloat16 states needs no copy.
 
-    On a mesh the rows, all axes of `targets` together, are split over data and fsdp, and the vocabulary over tensor:
-    four numbers a row are summed over it in the forward pass, and d_hidden in the backward one. The head is gathered
-    over fsdp in the products' dtype, in each pass, and its gradient is scattered over it.
+    On a mesh the rows, all axes of `targets` together, are split over context, data and fsdp, and the vocabulary over
+    tensor: four numbers a row are summed over it in the forward pass, and d_hidden in the backward one. The head is
+    gathered over fsdp and context in the products' dtype, in each pass, and its gradient is scattered over them.
 
     Args:
       config: temperature, layout of the head, and how to compute.
-      hidden: states that predict `targets`; their number is a multiple of data * fsdp.
+      hidden: states that predict `targets`; their number is a multiple of context * data * fsdp.
       head: the output head [D, V], or with `config.tied` the embedding [V, D].
       targets: ids in [0, V). The result of others is finite and without meaning.
     """
@@ -59,7 +59,7 @@ def token_logprobs(
 def _specs(config: HeadConfig, gathered: bool) -> tuple[PartitionSpec, PartitionSpec]:
     """Returns the partitions of row arrays and of the head; `gathered`: that of the vocabulary only, as in a pass."""
     embed = None if gathered else "embed"
-    return mesh_lib.spec(("rows",)), mesh_lib.spec(("vocab", embed) if config.tied else (embed, "vocab"))
+    return mesh_lib.spec(("parts",)), mesh_lib.spec(("vocab", embed) if config.tied else (embed, "vocab"))
 
 
 def _first_entry(config: HeadConfig, head: Array) -> int | Array:
@@ -68,8 +68,8 @@ def _first_entry(config: HeadConfig, head: Array) -> int | Array:
 
 
 def _to_gather(config: HeadConfig, head: Array, hidden: Array) -> Array:
-    """Returns the head for a pass; where it is gathered over fsdp, in the products' dtype, so that fewer bytes move."""
-    return head if config.mesh is None or config.mesh.shape["fsdp"] == 1 else head.astype(hidden.dtype)
+    """Returns the head for a pass; where it is gathered, in the products' dtype, so that fewer bytes move."""
+    return head if config.mesh is None or mesh_lib.parts(config.mesh, "embed") == 1 else head.astype(hidden.dtype)
 
 
 def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array, Array]:
@@ -116,7 +116,8 @@ def _backward(config, residuals, cotangents):
         if config.mesh is not None:
             d_hidden = jax.lax.psum(d_hidden, "tensor")
         if config.mesh is not None and not config.frozen_head:
-            d_head = jax.lax.psum_scatter(d_head, "fsdp", scatter_dimension=1 - config.vocab_axis, tiled=True)
+            axes = mesh_lib.LOGICAL_TO_MESH["embed"]
+            d_head = jax.lax.psum_scatter(d_head, axes, scatter_dimension=1 - config.vocab_axis, tiled=True)
             d_head = jax.lax.psum(d_head, "data")
         return d_hidden.astype(hidden.dtype), d_head
 

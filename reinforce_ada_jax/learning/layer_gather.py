@@ -1,4 +1,4 @@
-"""Copy of the layers' weights that an update gathers over `fsdp` once, before its loop over micro-batches.
+"""Copy of the layers' weights that an update gathers once, before its loop over micro-batches.
 
 Layers cast their weights to the dtype of activations where they use them, so the copy changes no number. Embedding and
 head are not copied: the loss takes their gradients in the precision of the weights.
@@ -38,7 +38,7 @@ def is_chosen(architecture: Architecture, mesh: Mesh, config: Config) -> bool:
     """Returns True where an update of all weights makes the copy: there is a split, and room on each device."""
     size = copy_bytes(architecture, mesh, config.model.compute_dtype)
     memory = platform.tpu_bytes(mesh.devices.flat[0].device_kind)
-    return mesh.shape["fsdp"] > 1 and platform.gathers_once(size, memory)
+    return mesh_lib.parts(mesh, "embed") > 1 and platform.gathers_once(size, memory)
 
 
 def shardings(architecture: Architecture, mesh: Mesh) -> Params:

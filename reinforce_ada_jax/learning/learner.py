@@ -76,14 +76,21 @@ def response_logprobs(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Computes the log-probability of every response token, and the entropy where it was chosen.
 
-    Beyond the responses both are arbitrary. Only the R of T hidden states that predict a response token meet the head.
+    Beyond the responses both are arbitrary. Only the R of T hidden states that predict a response token meet the head;
+    of rows that are cut over `context` all do, each on its own device, and no hidden states are gathered.
     """
+    parts = 1 if head.mesh is None else head.mesh.shape["context"]
+    cut, join = (functools.partial(function, count=parts) for function in (mesh_lib.cut_rows, mesh_lib.join_rows))
     model = merge(architecture, params)
     hidden = hidden_states(
-        model, batch.tokens, positions=batch.positions,
-        segment_ids=batch.segment_ids if batch.max_segments > 1 else None,
+        model, cut(batch.tokens), positions=cut(batch.positions),
+        segment_ids=cut(batch.segment_ids) if batch.max_segments > 1 else None,
         attend=attend, dtype=dtype, remat=remat, constrain=constrain,
     )  # fmt: skip
+    if parts > 1:
+        of_tokens = target_logprobs(head, model, hidden, cut(jnp.roll(batch.tokens, -1, axis=1)))
+        logprobs, entropy = (jnp.take_along_axis(join(x), batch.response_positions - 1, axis=1) for x in of_tokens)
+        return logprobs, entropy
     targets = jnp.take_along_axis(batch.tokens, batch.response_positions, axis=1)
     # A token is predicted one position earlier.
     predicting = constrain(jnp.take_along_axis(hidden, (batch.response_positions - 1)[..., None], axis=1))
@@ -123,6 +130,7 @@ class Learner:
         self.lora = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         dtype = jnp.dtype(config.model.compute_dtype)
         self.platform = platform_lib.of_mesh(mesh, config.learning, architecture, dtype)
+        platform_lib.check_parts(self.platform, mesh, config)
         self._loss_config = loss_config(config)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
         self._optimizer = make_optimizer(config.learning, decay_updates)
@@ -178,6 +186,8 @@ class Learner:
 
     def put(self, batch: Batch) -> Batch:
         """Places the batch on the devices, cut into micro-batches of consecutive rows, split over `data` and `fsdp`.
+
+        Along `context` the arrays are whole: they are numbers of tokens, small beside activations.
 
         Raises ValueError for a number of rows that is no multiple of `micro_rows`, or 0.
         """

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from reinforce_ada_jax.config import Config, LearningConfig, replaced
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.scan_logprobs import TILE
 from reinforce_ada_jax.policy import cudnn_attention
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -29,6 +30,8 @@ TPU_FLOPS = {
 }  # fmt: skip
 # The same of other devices, roughly: an A100, and two cores of a processor.
 OTHER_FLOPS = {"gpu": 312e12, "cpu": 5e10}
+# Smallest block of the kernels of `policy.splash_attention`.
+SPLASH_BLOCK = 128
 # Models with as many weights are slow in bfloat16 on a CPU; the built-in ones are fast in any dtype.
 LARGE = 10**7
 # Seconds of a program in the chain of an update at the peak rate, which real programs do not reach.
@@ -88,7 +91,19 @@ def of_mesh(mesh: Mesh, learning: LearningConfig, architecture: Architecture, dt
     return resolve(
         device.platform, learning, hidden_size=architecture.hidden_size, head_dim=architecture.head_dim, dtype=dtype,
         window=architecture.window, capability=str(getattr(device, "compute_capability", "")),
+        context=mesh.shape["context"],
     )  # fmt: skip
+
+
+def check_parts(platform: Platform, mesh: Mesh, config: Config) -> None:
+    """Raises ValueError where the kernels of TPUs can't take the parts into which `mesh.context` cuts rows."""
+    context, row_tokens = mesh.shape["context"], config.row_tokens
+    if platform.attention == "splash" and context > 1 and row_tokens % (SPLASH_BLOCK * context):
+        raise ValueError(
+            f"data.max_prompt_tokens + sampling.max_response_tokens is {row_tokens}, and splash attention takes parts "
+            f"of a multiple of {SPLASH_BLOCK} tokens: with mesh.context = {context} use a multiple of "
+            f"{SPLASH_BLOCK * context}."
+        )
 
 
 def head_tile(name: str, hidden_size: int, dtype: DTypeLike) -> tuple[int, int]:
@@ -111,10 +126,12 @@ def resolve(
     dtype: DTypeLike,
     window: int = 0,
     capability: str = "",
+    context: int = 1,
 ) -> Platform:
     """Chooses implementations for the platform `name` ("cpu", "gpu", "tpu"), as far as the settings leave it open.
 
-    `dtype` is that of activations, `window` that of sliding layers, `capability` the `compute_capability` of a GPU.
+    `dtype` is that of activations, `window` that of sliding layers, `capability` the `compute_capability` of a GPU,
+    `context` the number of parts of a row.
 
     Raises:
       ValueError: `learning.attention` is "cudnn", and cuDNN can't compute it.
@@ -124,6 +141,8 @@ def resolve(
     refusal = cudnn_attention.refusal(capability, dtype, head_dim, packed=packed)
     if window and not refusal:
         refusal = "the model has sliding windows"
+    if context > 1 and not refusal:
+        refusal = "mesh.context cuts rows"
     if learning.attention == "cudnn" and refusal:
         raise ValueError(f"learning.attention is 'cudnn', and {refusal}: set it to 'auto'.")
 
@@ -164,7 +183,7 @@ def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int) -> 
     rows = config.learning.prompts_per_update * config.collection.group_size
     if config.learning.micro_batches or name != "cpu":
         return rows // max(1, config.learning.micro_batches)
-    row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+    row_tokens = config.row_tokens
     valid = [size for size in range(row_shards, rows + 1, row_shards) if rows % size == 0]
     most = min(CPU_TOKENS, CPU_ACTIVATION_BYTES // token_bytes)
     return max([size for size in valid if size * row_tokens <= most], default=valid[0])
@@ -174,7 +193,7 @@ def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int
     """Returns `micro_rows` for the devices of a mesh."""
     dtype = jnp.dtype(config.model.compute_dtype)
     token_bytes = activation_bytes(architecture, of_mesh(mesh, config.learning, architecture, dtype).remat, dtype)
-    row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    row_shards = mesh_lib.parts(mesh, "rows")
     return micro_rows(mesh.devices.flat[0].platform, config, row_shards, token_bytes)
 
 
@@ -191,12 +210,7 @@ def update_program(mesh: Mesh, config: Config, architecture: Architecture) -> in
     """Returns `micro_batches_per_program` for the devices of a mesh, which share each micro-batch."""
     device = mesh.devices.flat[0]
     rows = micro_rows_on(mesh, config, architecture)
-    flops = (
-        6
-        * architecture.active_parameters
-        * rows
-        * (config.data.max_prompt_tokens + config.sampling.max_response_tokens)
-    )
+    flops = 6 * architecture.active_parameters * rows * config.row_tokens
     return micro_batches_per_program(flops / mesh.size, device.platform, device.device_kind)
 
 

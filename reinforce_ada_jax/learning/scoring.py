@@ -48,7 +48,7 @@ class Scorer:
     def __init__(self, architecture: Architecture, mesh: Mesh, dtype: DTypeLike):
         """Makes the program; nothing is compiled."""
         self.architecture, self.mesh = architecture, mesh
-        self.least_rows = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.least_rows = mesh_lib.parts(mesh, "rows")
         self._by_row = {rank: mesh_lib.sharding(mesh, ("rows", *[None] * (rank - 1))) for rank in (1, 2, 3)}
         platform = platform_lib.of_mesh(mesh, LearningConfig(responses_per_row=1), architecture, dtype)
         self._hidden_states = functools.partial(hidden_states, **row_settings(platform, mesh, dtype))

@@ -119,7 +119,7 @@ class ValueHead:
         Each `observe` takes `steps` steps of Adam. A pass has `rows` prompts, or the next multiple of data * fsdp.
         """
         self._max_prompt_tokens = max_prompt_tokens
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        shards = mesh_lib.parts(mesh, "rows")
         self._rows = -(-rows // shards) * shards
         self._placed = mesh_lib.sharding(mesh, ("rows", None)), mesh_lib.sharding(mesh, ("rows",))
         self._whole = mesh_lib.sharding(mesh, ())

@@ -74,7 +74,7 @@ def statistics(
 
 def packed_share(config: Config, means: Statistics) -> float:
     """Returns the least number of update rows per response; 1 where none share a row."""
-    row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+    row_tokens = config.row_tokens
     useful = (means.prompt_tokens + means.response_tokens) / row_tokens
     return min(1.0, max(useful, 1 / config.learning.responses_per_row))
 
@@ -82,7 +82,7 @@ def packed_share(config: Config, means: Statistics) -> float:
 def phases(run: Deployment, results: Sequence[ProgramResult], means: Statistics) -> dict[str, float]:
     """Returns the least seconds of each phase of an iteration."""
     config, options, mesh = run.config, run.options, run.config.mesh
-    replicas, prompts = mesh.data * mesh.fsdp, config.collection.prompts_per_iteration
+    replicas, prompts = mesh.learner // mesh.tensor, config.collection.prompts_per_iteration
     seconds = {result.program: result.least_seconds for result in results}
     steps = prompts * means.draws * means.response_tokens / (options.slots * replicas)
     step = decode_step(run.architecture, options, mesh.tensor, means.context)
@@ -162,6 +162,8 @@ def remedies(run: Deployment, results: Sequence[ProgramResult], learner_bytes: i
             f"learning.micro_batches = {micro_batches} (now {config.learning.micro_batches}): {' and '.join(learning)} "
             "hold fewer rows at a time; results don't change."
         )
+    elif learning and config.mesh.context == 1:
+        lines.append("mesh.context = 2 (now 1), with half of mesh.fsdp: two devices share each row.")
     if 2 * tensor <= run.architecture.num_kv_heads and run.architecture.num_kv_heads % (2 * tensor) == 0:
         lines.append(
             f"mesh.tensor = {2 * tensor} (now {tensor}): weights and cache of decoding are split once more; as many "
@@ -190,7 +192,7 @@ def plan_text(run: Deployment, results: Sequence[ProgramResult], means: Statisti
         )
     lines += [f"change   {line}" for line in remedies(run, results, learner_bytes)]
     seconds = phases(run, results, means)
-    total, chips = sum(seconds.values()), config.mesh.data * config.mesh.fsdp * config.mesh.tensor
+    total, chips = sum(seconds.values()), config.mesh.learner
     drawn = config.collection.prompts_per_iteration * means.draws * means.response_tokens
     by_phase = ", ".join(f"{name} {value:,.2f} s" for name, value in seconds.items())
     lines += [

@@ -105,9 +105,9 @@ class AbstractRun:
             micro_batches=self.batch.tokens.shape[0],
             micro_rows=self.learner.micro_rows,
             row_tokens=self.batch.tokens.shape[-1],
-            head_tokens=self.batch.behaviour_logprobs.shape[-1],
-            row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
-            weight_shards=mesh.shape["fsdp"],
+            head_tokens=(self.batch.behaviour_logprobs if mesh.shape["context"] == 1 else self.batch.tokens).shape[-1],
+            row_shards=mesh_lib.parts(mesh, "parts"),
+            weight_shards=mesh_lib.parts(mesh, "embed"),
             tensor_shards=mesh.shape["tensor"],
             itemsize=jnp.dtype(self.config.model.compute_dtype).itemsize,
             adapter_weights=0 if adapters is None else lora.num_parameters(a, adapters) // a.num_layers,
@@ -212,13 +212,16 @@ def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list
 
 def _features_program(run: AbstractRun, layout: BatchLayout, beside: int) -> Program:
     config, mesh, a = run.config, run.learner.mesh, run.engine.architecture
-    rows = -(-value_head.PROMPTS_AT_A_TIME // layout.row_shards) * layout.row_shards
+    shards = mesh_lib.parts(mesh, "rows")
+    rows = -(-value_head.PROMPTS_AT_A_TIME // shards) * shards
     prompt_tokens, dtype = config.data.max_prompt_tokens, jnp.dtype(config.model.compute_dtype)
     tokens, length = (
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh_lib.sharding(mesh, axes))
         for shape, axes in (((rows, prompt_tokens), ("rows", None)), ((rows,), ("rows",)))
     )
-    prompts = dataclasses.replace(layout, micro_batches=1, micro_rows=rows, row_tokens=prompt_tokens, head_tokens=0)
+    prompts = dataclasses.replace(
+        layout, micro_batches=1, micro_rows=rows, row_tokens=prompt_tokens, head_tokens=0, row_shards=shards
+    )
     return Program(
         "value head's features", lambda: value_head.prompt_features.lower(a, run.policy, tokens, length, dtype=dtype),
         roofline.learner_call(a, prompts, update=False), "call", beside,

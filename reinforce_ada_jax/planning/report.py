@@ -76,7 +76,6 @@ def _gib(size: int | None) -> str:
 
 def _introduction(topology: str, deployment: Deployment, source: str, run: AbstractRun, means: Statistics) -> str:
     architecture, options, mesh = deployment.architecture, deployment.options, run.learner.mesh
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     adapters, gathered = "", "; they share one copy of the layers' weights" if deployment.gathers_once else ""
     update = run.learner.update
     chain = f", {update.micro_batches_per_program} in a program" if update.is_chain(run.batch) else ""
@@ -86,7 +85,8 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
             f"them stay in {deployment.config.model.compute_dtype}"
         )
     return (
-        f"slice    {topology}, {mesh.size} devices of {_gib(deployment.chip.hbm_bytes)} GiB; mesh {axes}\n"
+        f"slice    {topology}, {mesh.size} devices of {_gib(deployment.chip.hbm_bytes)} GiB; mesh "
+        f"{mesh_lib.describe(mesh)}\n"
         f"model    {architecture.family}, {architecture.described_size}, from {source}\n"
         f"engine   {run.engine.replicas} replicas, each of {options.slots} slots, {options.pages:,} pages of "
         f"{options.page_size} tokens, {options.attention}, "
@@ -105,12 +105,12 @@ def _mesh_over(topology: str, config: Config) -> Mesh:
             "the sampler's."
         )
     devices = topology_devices(topology)
-    mesh = mesh_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
+    mesh = mesh_lib.make_mesh(**config.mesh.axes, devices=devices)
     if mesh.size < len(devices):
         raise ValueError(
-            f"--topology={topology} has {len(devices)} devices, mesh.data * mesh.fsdp * mesh.tensor only "
-            f"{mesh.size}: set --config.mesh.fsdp={len(devices) // (config.mesh.data * config.mesh.tensor)}, or "
-            "name a smaller slice."
+            f"--topology={topology} has {len(devices)} devices, mesh.data * mesh.fsdp * mesh.context * mesh.tensor "
+            f"only {mesh.size}: set --config.mesh.fsdp={len(devices) * config.mesh.fsdp // mesh.size}, or name a "
+            "smaller slice."
         )
     return mesh
 

@@ -67,8 +67,8 @@ class BatchLayout:
     micro_rows: int  # rows of one micro-batch, on all devices together
     row_tokens: int  # positions of a row, padding included
     head_tokens: int  # positions of a row that meet the output head
-    row_shards: int  # devices along `data` and `fsdp`
-    weight_shards: int  # devices along `fsdp`
+    row_shards: int  # devices along `data`, `fsdp` and `context`
+    weight_shards: int  # devices along `fsdp` and `context`
     tensor_shards: int  # devices along `tensor`
     itemsize: int  # bytes of an activation
     adapter_weights: int = 0  # weights of one layer's adapters where only those are trained; 0: all weights are trained
@@ -144,8 +144,9 @@ def learner_call(a: Architecture, b: BatchLayout, *, update: bool) -> ProgramCos
     """Returns the cost of a scoring pass over a minibatch, or of the summed gradients of an update, on each device.
 
     A pass has 2 FLOPs per weight and position, for the head only at the positions that predict a response token, and 2
-    N H T^2 per layer for attention, which is causal. Gradients need two more passes; for weights under adapters, which
-    have no gradient, one more. Every pass of a micro-batch reads its weights, whole along `fsdp`.
+    N H T^2 per layer for attention, which is causal: over `context` this is the mean, and the last device has nearly
+    twice as much. Gradients need two more passes; for weights under adapters, which have no gradient, one more. Every
+    pass of a micro-batch reads its weights, whole but for `tensor`.
     """
     passes = 3 if update else 1
     of_frozen = passes - (update and b.adapter_weights > 0)

@@ -1,27 +1,43 @@
 """Causal attention in blocks of queries, for CPUs: no scores beyond a block's last query, and none are kept.
 
-Same meaning and signature as `transformer.causal_attend`. The backward pass computes the probabilities again, from the
-log-sum-exp of each query's scores, as in FlashAttention-2 (arXiv 2307.08691, section 3). The query heads of a key head
-are rows of one product, and scores keep one layout throughout: XLA transposes those of `causal_attend` several times.
+Same meaning and signature as `transformer.causal_attend`; `attend_parts` takes rows that are cut over devices. The
+backward pass computes the probabilities again, from the log-sum-exp of each query's scores, as in FlashAttention-2
+(arXiv 2307.08691, section 3). The query heads of a key head are rows of one product, and scores keep one layout
+throughout: XLA transposes those of `causal_attend` several times.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from reinforce_ada_jax.policy.transformer import ATTENTION_RESULT
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.policy.transformer import ATTENTION_RESULT, LayerPlace
 
 # Scores of 64 queries stay in a core's cache. Each block is compiled for itself, so a long row has larger ones.
 MIN_BLOCK, MAX_BLOCKS = 64, 4
 MASKED = -1e30  # finite, so that the difference of two of them is 0
 
 Queries = Float[Array, "B K G T H"]  # G query heads for each key head
-Keys = Float[Array, "B K T H"]
+Keys = Float[Array, "B K _ H"]  # of a whole row, where queries may be those of a part
 Segments = Int[Array, "B T"] | None
-Visible = tuple[Segments, Int[Array, ""] | None]  # of a token: its segment, and how far it sees, as `LayerPlace.reach`
+
+
+class Visible(NamedTuple):
+    """Place of queries among keys: a query sees keys of its segment, not after it, within its reach."""
+
+    segment_ids: Segments  # of queries
+    reach: Int[Array, ""] | None  # as `LayerPlace.reach`
+    key_segment_ids: Segments = None  # where keys are those of the whole row, and queries those of a part
+    first: Int[Array, ""] | None = None  # place of the part in the row; None: the queries are those of the whole row
+
+    def end(self, key: Array, end: int) -> int:
+        """Number of keys that queries before `end` may see, as far as the compiler knows."""
+        return end if self.first is None else key.shape[2]
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
@@ -41,15 +57,18 @@ def _rows(x: Array, first: int, end: int) -> Array:
 
 def _scores(query: Queries, key: Keys, sees: Visible, first: int, end: int) -> Float[Array, "B K R S"]:
     """Returns the scores of a block with the keys before its end."""
-    segment_ids, reach = sees
-    scores = _product("BKRH,BKSH->BKRS", _rows(query, first, end), key[:, :, :end])
-    query_place, key_place = jnp.arange(first, end)[:, None], jnp.arange(end)[None]
+    last = sees.end(key, end)
+    scores = _product("BKRH,BKSH->BKRS", _rows(query, first, end), key[:, :, :last])
+    query_place, key_place = jnp.arange(first, end)[:, None], jnp.arange(last)[None]
+    if sees.first is not None:
+        query_place = query_place + sees.first
     seen = (query_place >= key_place)[None]
-    if reach is not None:
-        seen = seen & (query_place - key_place < reach)[None]
-    if segment_ids is not None:
-        seen = seen & (segment_ids[:, first:end, None] == segment_ids[:, None, :end])
-    by_head = scores.reshape(*query.shape[:3], end - first, end)
+    if sees.reach is not None:
+        seen = seen & (query_place - key_place < sees.reach)[None]
+    if sees.segment_ids is not None:
+        of_keys = sees.segment_ids if sees.key_segment_ids is None else sees.key_segment_ids
+        seen = seen & (sees.segment_ids[:, first:end, None] == of_keys[:, None, :last])
+    by_head = scores.reshape(*query.shape[:3], end - first, last)
     return jnp.where(seen[:, None, None], by_head, MASKED).reshape(scores.shape)
 
 
@@ -65,7 +84,7 @@ def _forward(query, key, value, sees):
         largest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = weights.sum(axis=-1, keepdims=True)
-        block = _product("BKRS,BKSH->BKRH", weights.astype(value.dtype), value[:, :, :end]) / total
+        block = _product("BKRS,BKSH->BKRH", weights.astype(value.dtype), value[:, :, : sees.end(key, end)]) / total
         mixed.append(block.astype(query.dtype).reshape(*query.shape[:3], end - first, -1))
         log_sums.append((largest + jnp.log(total)).reshape(*query.shape[:3], end - first, 1))
     result = checkpoint_name(jnp.concatenate(mixed, axis=3), ATTENTION_RESULT)
@@ -79,15 +98,16 @@ def _backward(residuals, d_mixed):
     weighted = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     d_query, d_key, d_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     for first, end in _blocks(query.shape[3]):
-        before = ((0, 0), (0, 0), (0, key.shape[2] - end), (0, 0))
+        last = sees.end(key, end)
+        before = ((0, 0), (0, 0), (0, key.shape[2] - last), (0, 0))
         probabilities = jnp.exp(_scores(query, key, sees, first, end) - _rows(log_sum, first, end))
         d_block = _rows(d_mixed, first, end)
-        d_probabilities = _product("BKRH,BKSH->BKRS", d_block, value[:, :, :end])
+        d_probabilities = _product("BKRH,BKSH->BKRS", d_block, value[:, :, :last])
         d_scores = (probabilities * (d_probabilities - _rows(weighted, first, end))).astype(query.dtype)
         more = _product("BKRS,BKRH->BKSH", probabilities.astype(value.dtype), d_block)
         d_value = d_value + jnp.pad(more, before)
         d_key = d_key + jnp.pad(_product("BKRS,BKRH->BKSH", d_scores, _rows(query, first, end)), before)
-        block = _product("BKRS,BKSH->BKRH", d_scores, key[:, :, :end])
+        block = _product("BKRS,BKSH->BKRH", d_scores, key[:, :, :last])
         d_query.append(block.reshape(*query.shape[:3], end - first, -1))
     d_query = jnp.concatenate(d_query, axis=3)
     return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
@@ -98,8 +118,29 @@ _attention.defvjp(_forward, _backward)
 
 def attend(query, key, value, layer, carry, *, segment_ids: Segments = None):
     """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments."""
+    return _attend(query, key, value, Visible(segment_ids, layer.reach)), carry, None
+
+
+def attend_parts(query, key, value, layer, carry, *, mesh: Mesh, segment_ids: Segments = None):
+    """Computes the same for rows that `mesh.cut_rows` has cut; each device reads the keys and values of all parts."""
+    count = mesh.shape["context"]
+
+    def local(query, key, value, segment_ids, slides):
+        key, value = mesh_lib.all_parts(key, count), mesh_lib.all_parts(value, count)
+        of_keys = None if segment_ids is None else mesh_lib.all_parts(segment_ids, count)
+        first = jax.lax.axis_index("context") * query.shape[1]
+        reach = LayerPlace(0, layer.window, slides).reach
+        return _attend(query, key, value, Visible(segment_ids, reach, of_keys, first))
+
+    heads, row = mesh_lib.spec(("parts", None, "heads", None)), mesh_lib.spec(("parts", None))
+    in_specs = (heads, heads, heads, row, PartitionSpec())
+    over_mesh = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    return over_mesh(query, key, value, segment_ids, layer.slides), carry, None
+
+
+def _attend(query, key, value, sees: Visible):
     rows, length, num_heads, head_dim = query.shape
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)
     query = query.reshape(rows, length, key.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
-    mixed = _attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), (segment_ids, layer.reach))
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, num_heads, head_dim), carry, None
+    mixed = _attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), sees)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, num_heads, head_dim)

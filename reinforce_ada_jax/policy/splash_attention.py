@@ -4,18 +4,19 @@ Same meaning as `transformer.causal_attend`, forwards and backwards, and the sam
 """
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 
-# Blocks of positions, the largest that divides a row is taken; rows are padded to a multiple of the smallest.
+# Blocks of positions, the largest that divides a row, or a part of one, is taken; rows are padded to a multiple of the
+# smallest.
 BLOCKS = (512, 384, 256, 128)
 
 
@@ -34,46 +35,56 @@ def _padded_head(size: int) -> int:
     return 64 if size <= 64 else -(-size // 128) * 128
 
 
+def _kernels(length: int, num_heads: int, window: int, context: int, interpret: bool) -> list[Any]:
+    """Kernels for whole rows of `context` parts of `length` tokens: without a window, and with one where it is not 0.
+
+    Each device takes its part of their masks.
+    """
+    size, block = context * padded_length(length), block_size(length)
+    masks: list[splash.Mask] = [splash.CausalMask((size, size))]
+    if window:
+        masks.append(splash.LocalMask((size, size), (window - 1, 0), offset=0))
+    return [
+        splash.make_splash_mha(
+            splash.MultiHeadMask([mask] * num_heads),
+            block_sizes=splash.BlockSizes(
+                block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+                block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+            ),
+            head_shards=1,
+            q_seq_shards=context,
+            interpret=interpret,
+        )
+        for mask in masks
+    ]  # fmt: skip
+
+
 def _local(
+    kernels: list[Any],
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None,
     slides: Bool[Array, ""] | None,
-    window: int,
-    interpret: bool,
+    context: int,
 ) -> Float[Array, "B T N H"]:
-    """Computes attention on one device, for its rows and heads."""
-    length, num_heads, head_dim = query.shape[1:]
-    size, block = padded_length(length), block_size(length)
-    # The kernels know no scale. Zero columns change no score, and a row's added positions come after all others.
+    """Computes attention on one device, for its rows, or a part of each, and its heads."""
+    length, head_dim = query.shape[1], query.shape[-1]
+    # The kernels know no scale. Zero columns change no score, and a row's added positions come after all others; a part
+    # has none.
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)
-    padding = (0, 0), (0, size - length), (0, 0), (0, _padded_head(head_dim) - head_dim)
+    padding = (0, 0), (0, padded_length(length) - length), (0, 0), (0, _padded_head(head_dim) - head_dim)
+    key, value = mesh_lib.all_parts(key, context), mesh_lib.all_parts(value, context)
     query, key, value = (jnp.pad(x, padding).swapaxes(1, 2) for x in (query, key, value))
-    make_kernel = functools.partial(
-        splash.make_splash_mha,
-        block_sizes=splash.BlockSizes(
-            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
-        ),
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )  # fmt: skip
     ids = None
     if segment_ids is not None:
         padded_ids = jnp.pad(segment_ids, padding[:2])
-        ids = splash.SegmentIds(padded_ids, padded_ids)
-
-    def attention(mask):
-        return jax.vmap(make_kernel(splash.MultiHeadMask([mask] * num_heads)))
-
-    whole = attention(splash.CausalMask((size, size)))
+        ids = splash.SegmentIds(padded_ids, mesh_lib.all_parts(padded_ids, context))
+    attention = [jax.vmap(kernel) for kernel in kernels]
     if slides is None:
-        mixed = whole(query, key, value, ids)
+        mixed = attention[0](query, key, value, ids)
     else:
-        sliding = attention(splash.LocalMask((size, size), (window - 1, 0), offset=0))
-        mixed = jax.lax.cond(slides, sliding, whole, query, key, value, ids)
+        mixed = jax.lax.cond(slides, attention[1], attention[0], query, key, value, ids)
     mixed = cast(Array, mixed)
     return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
 
@@ -81,15 +92,21 @@ def _local(
 def attend(query, key, value, layer, carry, *, mesh: Mesh, segment_ids=None, interpret: bool = False):
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
-    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Arguments are as of
-    `transformer.Attend`; `interpret` runs the kernels without a TPU.
+    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Rows that
+    `mesh.cut_rows` has cut have parts of a multiple of 128 tokens; a device reads keys and values of all parts of its
+    rows. Arguments are as of `transformer.Attend`; `interpret` runs the kernels without a TPU.
     """
-    heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
+    heads, row = mesh_lib.spec(("parts", None, "heads", None)), mesh_lib.spec(("parts", None))
+    context, num_heads = mesh.shape["context"], query.shape[2] // mesh.shape["tensor"]
+    window = 0 if layer.slides is None else layer.window
+    kernels = _kernels(query.shape[1], num_heads, window, context, interpret)
+    of_masks = [kernel.manual_sharding_spec(NamedSharding(mesh, P(None, "context"))) for kernel in kernels]
+    slides = None if layer.slides is None else P()
     local = jax.shard_map(
-        functools.partial(_local, window=layer.window, interpret=interpret),
+        functools.partial(_local, context=context),
         mesh=mesh,
-        in_specs=(heads, heads, heads, None if segment_ids is None else row, None if layer.slides is None else P()),
+        in_specs=(of_masks, heads, heads, heads, None if segment_ids is None else row, slides),
         out_specs=heads,
         check_vma=False,  # kernels don't say along which axes their results vary
     )
-    return local(query, key, value, segment_ids, layer.slides), carry, None
+    return local(kernels, query, key, value, segment_ids, layer.slides), carry, None

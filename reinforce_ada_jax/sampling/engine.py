@@ -88,9 +88,9 @@ def choose_tail(architecture: Architecture) -> tuple[int, ...]:
 class Engine:
     """Paged decoding for one architecture on one mesh. State goes in and comes out; only programs are kept.
 
-    Along `data` and `fsdp` the mesh holds replicas, which decode side by side; `options` are those of one of them. Over
-    several processes each passes the inputs of its own `replicas` and gets their outputs. All of them call the same
-    methods in the same order: a window is one program of the whole mesh.
+    Along all axes but `tensor` the mesh holds replicas, which decode side by side; `options` are those of one of them.
+    Over several processes each passes the inputs of its own `replicas` and gets their outputs. All of them call the
+    same methods in the same order: a window is one program of the whole mesh.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class Engine:
         if self.replicas > 1:
             raise ValueError(
                 f"slots can be filled one by one in one replica, and there are {self.replicas}: use a mesh with "
-                "data = fsdp = 1."
+                "data = fsdp = context = 1."
             )
         if o.pages <= o.slots * o.table_width:
             raise ValueError(

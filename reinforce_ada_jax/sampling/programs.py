@@ -17,12 +17,12 @@ from reinforce_ada_jax.sampling import decode
 from reinforce_ada_jax.sampling.state import EngineOptions, empty_state
 
 # Along these axes of the mesh decoding has copies of the weights; each copy has slots, pages and a queue of its own.
-REPLICA_AXES = ("data", "fsdp")
+REPLICA_AXES = ("data", "fsdp", "context")
 
 
 def num_replicas(mesh: Mesh) -> int:
     """Returns the number of copies of the decode weights on a mesh."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return mesh.size // mesh.shape["tensor"]
 
 
 def by_replica(mesh: Mesh) -> NamedSharding:

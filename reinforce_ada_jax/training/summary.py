@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import platform as platform_lib
@@ -25,10 +25,10 @@ def model_and_mesh(config: Config, components: Components, who: str) -> list[str
     precision = platform_lib.describe_dtype(
         config.model.compute_dtype, jax.default_backend(), architecture.num_parameters
     )
-    axes, kind = _axes(components.mesh), jax.devices()[0].device_kind
+    axes, kind = mesh_lib.describe(components.mesh), jax.devices()[0].device_kind
     mesh = f"{axes} of {kind}"
     if config.mesh.sampler:
-        mesh = f"learner {axes}, sampler {_axes(components.engine.mesh)}, of {kind}"
+        mesh = f"learner {axes}, sampler {mesh_lib.describe(components.engine.mesh)}, of {kind}"
     return [
         f"model       {who}: {architecture.family}, {architecture.described_size}; stops on {stop}",
         f"precision   {precision}",
@@ -54,10 +54,6 @@ def _compute(config: Config, components: Components) -> str:
         chosen = dataclasses.replace(chosen, attention="invariant", refusal="")
     decode = components.engine.options.attention
     return f"compute     {platform}: decode attention {decode}, {chosen.describe()}{chain}{gathered}"
-
-
-def _axes(mesh: Mesh) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
 def drawing(

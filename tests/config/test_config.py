@@ -377,6 +377,23 @@ def test_devices_that_cannot_be_split(changes, message):
         config_lib.check(changed(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.max_prompt_tokens": 1022}, "mesh.context: 3070 is not one of 4. Use 3068 or 3072"),
+        ({"learning.attention": "jnp"}, "mesh.context is 4, and learning.attention is 'jnp', .* to 'auto', or"),
+        ({"learning.attention": "cudnn"}, "mesh.context is 4, and learning.attention is 'cudnn'"),
+        ({"model.numerics": "invariant"}, "mesh.context is 4: it is made for one device. Set mesh.context to 1"),
+    ],
+)
+def test_rows_that_cannot_be_cut(changes, message):
+    split = changed(**{"mesh.context": 4, "learning.attention": "splash"})
+    assert config_lib.check(split).mesh.learner == 4
+    with pytest.raises(ValueError, match=message):
+        config_lib.check(changed(**{"mesh.context": 4} | changes))
+    config_lib.check(changed(**changes))
+
+
 def test_trajectories_of_the_next_iteration_are_refused():
     turns = {"environment.path": "mine.py:Game", "data.template": "chat"}
     with pytest.raises(ValueError, match="overlap_iterations is 1: .* without their environments. Set it to 0"):

@@ -19,7 +19,8 @@ def test_every_setting_is_in_help_and_page():
 def test_help_of_one_section():
     text = reference.help_text("mesh")
     assert [line.strip() for line in text.splitlines() if "--config" in line] == [
-        "--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.mesh.tensor=1", "--config.mesh.sampler=0",
+        "--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.mesh.context=1", "--config.mesh.tensor=1",
+        "--config.mesh.sampler=0",
     ]  # fmt: skip
     assert "Must be at least 1." in text
     with pytest.raises(ValueError, match="no section 'mash'; sections are run, model, data, reward"):

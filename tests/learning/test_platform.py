@@ -9,10 +9,13 @@ from reinforce_ada_jax.config import (
     MeshConfig,
     ModelConfig,
     SamplingConfig,
+    replaced,
 )
+from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.learning.learner import loss_config
 from reinforce_ada_jax.learning.platform import (
     activation_bytes,
+    check_parts,
     chosen_dtype,
     describe_dtype,
     gathers_once,
@@ -92,12 +95,26 @@ def test_gpus_without_cudnn_for_these_rows_compute_in_blocks():
         (dict(capability="8.0"), "packed rows need compute capability 9.0, not 8.0"),
         (dict(name="cpu"), "the device has no cuDNN"),
         (dict(capability="9.0", window=512), "the model has sliding windows"),
+        (dict(capability="9.0", context=2), "mesh.context cuts rows"),
         (dict(dtype=jnp.float32, capability="9.0"), "cuDNN takes no float32"),
     ],
 )
 def test_cudnn_is_refused_where_it_cannot_compute(changes, reason):
     with pytest.raises(ValueError, match=f"learning.attention is 'cudnn', and {reason}: set it to 'auto'"):
         resolve(learning=LearningConfig(attention="cudnn"), **(GPU | changes))
+
+
+def test_parts_of_rows_are_whole_blocks_of_splash_attention():
+    splash = resolve("tpu", LearningConfig(), hidden_size=4096, head_dim=128, dtype=jnp.bfloat16, context=4)
+    blocks = resolve("gpu", LearningConfig(), hidden_size=4096, head_dim=128, dtype=jnp.bfloat16, context=4)
+    assert (splash.attention, blocks.attention) == ("splash", "blocks")
+    mesh = make_mesh(context=4)
+    config = Config(data=DataConfig(max_prompt_tokens=256), sampling=SamplingConfig(max_response_tokens=512))
+    for platform, whole in ((blocks, mesh), (splash, make_mesh())):
+        check_parts(platform, whole, config)
+    check_parts(splash, mesh, replaced(config, {"data.max_prompt_tokens": 512}))
+    with pytest.raises(ValueError, match="is 768, .* a multiple of 128 tokens: with mesh.context = 4 .* of 512"):
+        check_parts(splash, mesh, config)
 
 
 @pytest.mark.parametrize(

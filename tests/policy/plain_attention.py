@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reinforce_ada_jax.distributed.mesh import cut_rows, join_rows
 from reinforce_ada_jax.policy.transformer import LayerPlace, causal_attend
 
 
@@ -31,6 +32,18 @@ def _both(arrays, segment_ids, attend, window, slides):
 
     (_, mixed), gradients = jax.value_and_grad(weighted, has_aux=True)(arrays)
     return mixed, gradients
+
+
+def in_parts(attend, count):
+    """An attention of whole rows by one of their parts."""
+
+    def whole(*arguments, segment_ids=None):
+        *arrays, layer, carry = arguments
+        parts, ids = [cut_rows(x, count) for x in arrays], None if segment_ids is None else cut_rows(segment_ids, count)
+        mixed, *rest = attend(*parts, layer, carry, segment_ids=ids)
+        return join_rows(mixed, count), *rest
+
+    return whole
 
 
 def check_attention(attend, arrays, segment_ids, window=0, slides=None):

@@ -1,12 +1,15 @@
 """Attention in blocks of queries against plain attention: values, gradients, and what is kept for the backward pass."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import blocked_attention
 from reinforce_ada_jax.policy.transformer import REMAT, LayerPlace
-from tests.policy.plain_attention import check_attention, make_case
+from tests.policy.plain_attention import check_attention, in_parts, make_case
 
 
 # One block, a last block of 12 queries, four blocks of 75.
@@ -22,6 +25,18 @@ def test_equals_plain_attention(length, heads, segmented):
 def test_a_window_is_that_of_plain_attention(slides):
     arrays, segment_ids = make_case(300, 4, 2, 16)
     check_attention(blocked_attention.attend, arrays, segment_ids, 50, jnp.asarray(slides))
+
+
+# Parts of 75 tokens, in two blocks, and of 150.
+@pytest.mark.parametrize(
+    ("axes", "segmented", "slides"),
+    [(dict(context=4), True, None), (dict(data=2, context=2, tensor=2), True, True), (dict(context=2), False, False)],
+)
+def test_parts_of_rows_see_all_of_the_row(axes, segmented, slides):
+    arrays, segment_ids = make_case(300, 4, 2, 16)
+    attend = functools.partial(blocked_attention.attend_parts, mesh=make_mesh(**axes))
+    window, slides = (0, None) if slides is None else (100, jnp.asarray(slides))
+    check_attention(in_parts(attend, axes["context"]), arrays, segment_ids if segmented else None, window, slides)
 
 
 def test_the_backward_pass_keeps_no_scores():

@@ -7,7 +7,7 @@ import pytest
 
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import splash_attention
-from tests.policy.plain_attention import check_attention, make_case
+from tests.policy.plain_attention import check_attention, in_parts, make_case
 
 
 # 240 positions are padded to one block of 256.
@@ -31,6 +31,18 @@ def test_a_window_is_that_of_plain_attention(slides):
     arrays, segment_ids = make_case(240, 2, 1, 64)
     attend = functools.partial(splash_attention.attend, mesh=make_mesh(), interpret=True)
     check_attention(attend, arrays, segment_ids, 50, jnp.asarray(slides))
+
+
+# Parts of 128 tokens and of 256, each a block.
+@pytest.mark.parametrize(
+    ("axes", "segmented", "slides"),
+    [(dict(context=4), True, None), (dict(data=2, context=2, tensor=2), True, True), (dict(context=2), False, False)],
+)
+def test_parts_of_rows_see_all_of_the_row(axes, segmented, slides):
+    arrays, segment_ids = make_case(512, 4, 2, 64)
+    attend = functools.partial(splash_attention.attend, mesh=make_mesh(**axes), interpret=True)
+    window, slides = (0, None) if slides is None else (150, jnp.asarray(slides))
+    check_attention(in_parts(attend, axes["context"]), arrays, segment_ids if segmented else None, window, slides)
 
 
 @pytest.mark.parametrize("length, size, block", [(16, 128, 128), (240, 256, 256), (384, 384, 384), (3072, 3072, 512)])

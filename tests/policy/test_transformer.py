@@ -159,6 +159,7 @@ def test_init_on_a_mesh_is_sharded_and_the_same():
     [
         (dict(tensor=4), r"key: axis 'kv_heads' of size 2 cannot be split over mesh.tensor = 4.*a divisor of 2"),
         (dict(fsdp=3), r"axis 'embed' of size 32 cannot be split over mesh.fsdp = 3: choose mesh.fsdp as a divisor"),
+        (dict(fsdp=2, context=3), r"'embed' of size 32 cannot be split over mesh.fsdp \* mesh.context = 6: choose"),
     ],
 )
 def test_an_axis_that_does_not_divide_is_named(size, message):

@@ -135,9 +135,9 @@ def test_matrices_in_int8_are_one_copy():
 
 
 def test_a_sampler_with_devices_of_its_own_gets_a_copy():
-    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, sampler=4))
+    learner, sampler = mesh_lib.split_meshes(MeshConfig(context=2, tensor=2, sampler=4))
     assert [device.id for mesh in (learner, sampler) for device in mesh.devices.flat] == [*range(8)]
-    assert dict(sampler.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert dict(sampler.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 2}
     engine = Engine(tiny.ARCHITECTURE, tiny.OPTIONS, mesh=sampler, learner_mesh=learner)
     params = transformer.init(tiny.ARCHITECTURE, jax.random.key(0), learner)
     assert not engine.decodes_from(params)

@@ -15,6 +15,7 @@ import numpy as np
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation
+from reinforce_ada_jax.distributed.mesh import describe
 from reinforce_ada_jax.learning.platform import describe_dtype
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import buckets
@@ -41,7 +42,6 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
     engine, sampling = served.engine, settings.sampling
     architecture, options = engine.architecture, engine.options
     weight_bytes = architecture.num_parameters * engine.dtype.itemsize
-    axes = " x ".join(f"{axis} {size}" for axis, size in engine.mesh.shape.items())
     stop = ", ".join(f"{id} {served.tokenizer.token(id)!r}" for id in options.stop_ids)
     draws = f"temperature {sampling.temperature}, top_k {sampling.top_k or 'off'}, top_p {sampling.top_p}"
     longest, made_for = options.max_prompt_tokens + options.max_response_tokens, architecture.max_positions
@@ -50,7 +50,7 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
     return "\n".join([
         f"model       {folder}: {architecture.family}, {architecture.described_size}; stops on {stop}; "
         f"{precision}",
-        f"mesh        {axes} of {jax.devices()[0].device_kind}",
+        f"mesh        {describe(engine.mesh)} of {jax.devices()[0].device_kind}",
         f"memory      weights {weight_bytes / 2**20:,.1f} MiB, cache {engine.cache_bytes / 2**20:,.1f} MiB "
         f"({options.pages} pages of {options.page_size} tokens, {options.slots} slots)",
         f"lengths     prompts up to {options.max_prompt_tokens:,} tokens, responses up to "
