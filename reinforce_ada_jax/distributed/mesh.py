@@ -178,8 +178,20 @@ def tensor_spec(axes: Sequence[str | None]) -> PartitionSpec:
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    """Returns the sharding of an array with these logical axes on `mesh`."""
-    return NamedSharding(mesh, spec(axes))
+    """Returns the sharding of an array with these logical axes on `mesh`.
+
+    Of `context` and the axes beside it, those of one device are left out, as in the results of JAX's programs: arrays
+    in layouts of other names would compile a program again.
+    """
+
+    def split(axis: str | None) -> str | tuple[str, ...] | None:
+        names = _mesh_axes(axis)
+        if "context" in names:
+            cut = mesh.shape["context"] > 1
+            names = tuple(name for name in names if (mesh.shape[name] > 1 if cut else name != "context"))
+        return names[0] if len(names) == 1 else names or None
+
+    return NamedSharding(mesh, PartitionSpec(*map(split, axes)))
 
 
 def weight_sharding(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:

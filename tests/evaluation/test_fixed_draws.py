@@ -26,7 +26,7 @@ def scripted(queue):
 
 
 def collecting(sample_fn):
-    return functools.partial(collect, sample_fn=sample_fn, deterministic=True)
+    return functools.partial(collect, sample_fn=sample_fn)
 
 
 def verify(pairs):
