@@ -27,7 +27,7 @@ EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CollectOptions:
-    """Settings of a collection. The pools depend on `replacements`, `estimate_fn`, `seed` and `iteration` alone.
+    """Settings of a collection. `barrier`, `deterministic` and `speculative` change no response of a pool, only time.
 
     Attributes:
       replacements: further prompts; the next one is opened whenever a prompt closes without kept responses.

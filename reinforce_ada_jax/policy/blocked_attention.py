@@ -36,7 +36,7 @@ class Visible(NamedTuple):
     first: Int[Array, ""] | None = None  # place of the part in the row; None: the queries are those of the whole row
 
     def end(self, key: Array, end: int) -> int:
-        """Number of keys that queries before `end` may see, as far as the compiler knows."""
+        """Returns the number of keys that queries before `end` may see, as far as the compiler knows."""
         return end if self.first is None else key.shape[2]
 
 

@@ -36,7 +36,7 @@ def _padded_head(size: int) -> int:
 
 
 def _kernels(length: int, num_heads: int, window: int, context: int, interpret: bool) -> list[Any]:
-    """Kernels for whole rows of `context` parts of `length` tokens: without a window, and with one where it is not 0.
+    """Returns kernels for rows of `context` parts of `length` tokens: one without the window, and one with it, if any.
 
     Each device takes its part of their masks.
     """
