@@ -57,10 +57,16 @@ def test_the_golden_notices_every_weight(family):
 def test_padding_changes_nothing_before_it(family):
     architecture, params, recorded = recording.golden(family)
     tokens = jnp.asarray(recorded["tokens"])
-    padded = jnp.pad(tokens, [(0, 0), (0, 7)], constant_values=5)
-    whole = transformer.logits(architecture, params, padded)
-    np.testing.assert_allclose(whole[:, :24], transformer.logits(architecture, params, tokens), atol=1e-5)
-    np.testing.assert_allclose(whole[:, :9], transformer.logits(architecture, params, tokens[:, :9]), atol=1e-5)
+
+    def padded_logits(length: int, padding: int) -> jax.Array:
+        short = jnp.pad(tokens[:, :length], [(0, 0), (0, 31 - length)], constant_values=padding)
+        return transformer.logits(architecture, params, short)
+
+    # Programs of one shape round alike on every processor; the recorded logits, of 24 tokens, come from another shape.
+    whole = padded_logits(24, 5)
+    np.testing.assert_array_equal(padded_logits(24, 6)[:, :24], whole[:, :24])
+    np.testing.assert_array_equal(padded_logits(9, 7)[:, :9], whole[:, :9])
+    np.testing.assert_allclose(whole[:, :24], recorded["logits"], rtol=1e-4, atol=1e-4)
 
 
 def test_a_token_sees_itself_and_what_is_before_it():
