@@ -1,5 +1,6 @@
 """Supervised training: the loss and its gradient, the learning rate, resumes, adapters, and the exported weights."""
 
+import functools
 import json
 import math
 import pathlib
@@ -53,8 +54,15 @@ def plain_loss(params, examples):
     return total / count
 
 
+@pytest.fixture(scope="module")
+def plain(examples):
+    """Weights, with the plain loss of the examples and its gradient."""
+    params = transformer.init(ARCHITECTURE, jax.random.key(0))
+    return params, *jax.jit(jax.value_and_grad(functools.partial(plain_loss, examples=examples)))(params)
+
+
 @pytest.mark.parametrize("per_row, micro_batches", [(1, 1), (3, 1), (3, 4)])
-def test_an_update_follows_the_plain_cross_entropy(examples, per_row, micro_batches):
+def test_an_update_follows_the_plain_cross_entropy(examples, plain, per_row, micro_batches):
     config = config_lib.resolve({
         "model": {"compute_dtype": "float32"}, "data": {"max_prompt_tokens": 6},
         "sampling": {"max_response_tokens": 18, "temperature": 1.0}, "collection": {"group_size": 1},
@@ -62,8 +70,7 @@ def test_an_update_follows_the_plain_cross_entropy(examples, per_row, micro_batc
                      "learning_rate": 1e-2, "warmup_updates": 0, "aggregation": "token-mean"},
     })  # fmt: skip
     learner = SupervisedLearner(ARCHITECTURE, config, mesh_lib.make_mesh())
-    params = transformer.init(ARCHITECTURE, jax.random.key(0))
-    loss, gradient = jax.value_and_grad(plain_loss)(params, examples)
+    params, loss, gradient = plain
     norm = math.sqrt(sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradient)))
     batch = make_batch(examples, max_prompt_tokens=6, max_response_tokens=18, num_rows=8, per_row=per_row)
     batch = learner.put(batch)
