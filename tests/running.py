@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import time
 import types
@@ -30,6 +31,10 @@ from tests.forked import Forked
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
+# Metrics of the engine's work: after an interruption between turns it draws again what was lost in the slots.
+OF_THE_ENGINE = re.compile(
+    "collection/(slot_utilisation|redone_tokens|prefills|.*(prefilled|shared|continued)_tokens|dispatches|waited_share)"
+)
 
 
 def load(file: pathlib.Path) -> types.ModuleType:

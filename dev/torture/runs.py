@@ -1,6 +1,7 @@
 """Training runs that are killed, damaged or out of disk space, against the bits of runs that nothing disturbed."""
 
 import contextlib
+import json
 import os
 import pathlib
 import random
@@ -17,12 +18,14 @@ import numpy as np
 
 from dev.torture.bench import Bench
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.training import components
 from tests import compiling
 from tests.forked import Forked
-from tests.running import cipher_file, environment, reproducible, restored
+from tests.running import OF_THE_ENGINE, cipher_file, environment, reproducible, restored
 
 ITERATIONS, LIMIT_S, JOIN_S = 6, 300, 20
 SMALL = {
@@ -52,6 +55,23 @@ KINDS = (
     Kind(2, changes=(("mesh.data", 1), ("mesh.fsdp", 2), ("collection.strategy", "ngu"))),
     Kind(1, devices=2, changes=(("mesh.sampler", 1), ("collection.max_staleness", 0))),
 )  # fmt: skip
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+ENVIRONMENT = """
+class TryAgain:
+    def __init__(self, rng):
+        self.tries = 0
+
+    def reset(self, problem):
+        self.answer = problem["answer"]
+        return [{"role": "user", "content": problem["problem"]}]
+
+    def step(self, messages):
+        self.tries += 1
+        print("try", self.tries, "of", self.answer)
+        if messages[-1]["content"] == self.answer or self.tries == 2:
+            return float(messages[-1]["content"] == self.answer)
+        return [{"role": "user", "content": ".="}]
+"""
 
 
 class Runs:
@@ -65,6 +85,22 @@ class Runs:
         """Returns a work directory that does not exist yet."""
         self._numbers += 1
         return self._bench.scratch / f"run-{self._numbers}"
+
+    def of_trajectories(self) -> Kind:
+        """Returns the kind of a run whose environment has two turns, and prints."""
+        folder = self.new_folder()
+        model = shutil.copytree(components.model_folder("package:cipher"), folder / "model")
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+        (folder / "mine.py").write_text(ENVIRONMENT)
+        problems = [json.dumps(problem) + "\n" for problem in cipher.problems("train")[:24]]
+        (folder / "prompts.jsonl").write_text("".join(problems), encoding="utf-8")
+        return Kind(1, changes=(
+            ("model.path", model), ("data.prompts", folder / "prompts.jsonl"), ("data.template", "chat"),
+            ("data.system", ""), ("data.instruction", ""), ("data.max_prompt_tokens", 8),
+            ("sampling.max_response_tokens", 24), ("evaluation.max_response_tokens", 24),
+            ("environment.path", f"{folder}/mine.py:TryAgain"), ("environment.max_turns", 2),
+            ("environment.max_turn_tokens", 8), ("reward.time_limit_s", 30.0), ("reward.workers", 2),
+        ))  # fmt: skip
 
     def start(self, workdir: pathlib.Path, kind: Kind, *more: str, how: tuple[str, ...] = ()) -> list[Forked]:
         """Starts the processes of a run."""
@@ -114,12 +150,17 @@ def texts(folder: pathlib.Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in sorted(folder.iterdir())} if folder.exists() else {}
 
 
-def assert_same_bits(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
-    """Weights, moments, records, metrics, samples and evaluations are those of the undisturbed run."""
+def assert_same_bits(workdir: pathlib.Path, unbroken: pathlib.Path, *, engine: bool = True) -> None:
+    """Weights, moments, records, metrics, samples and evaluations are those of the undisturbed run.
+
+    Without `engine`, metrics of the engine's work may differ.
+    """
     (state, record), (expected, expected_record) = restored(workdir), restored(unbroken)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert record == expected_record, "the records differ"
-    assert reproducible(workdir) == reproducible(unbroken), "the metrics differ"
+    for line, expected_line in zip(reproducible(workdir), reproducible(unbroken), strict=True):
+        differ = {key for key, _ in line.items() ^ expected_line.items() if engine or not OF_THE_ENGINE.fullmatch(key)}
+        assert not differ, f"metrics differ: {differ}"
     for folder in ("samples", "evaluations"):
         assert texts(workdir / folder) == texts(unbroken / folder), f"{folder} differ"
     partial = [str(file) for file in workdir.rglob("*") if "partial" in file.name or "-tmp" in file.name]
@@ -254,8 +295,9 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 def disk(bench: Bench) -> None:
     """Disks that are full at a random moment: one line and exit code 1, and with more space the bits of the run."""
     runs, number = Runs(bench), 0
+    kinds = ONE, SEVERAL_UPDATES, runs.of_trajectories()
     while bench.goes_on():
-        kind = (ONE, SEVERAL_UPDATES)[number % 2]
+        kind = kinds[number % len(kinds)]
         unbroken, _ = runs.unbroken(kind)
         whole = sum(file.stat().st_size for file in unbroken.rglob("*") if file.is_file()) // 1024
         number += 1
@@ -272,4 +314,4 @@ def disk(bench: Bench) -> None:
                 subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
             codes, said = ended(runs.start(workdir, kind))
             assert codes == [0], (kilobytes, codes, said)
-            assert_same_bits(workdir, unbroken)
+            assert_same_bits(workdir, unbroken, engine=kind is not kinds[-1])

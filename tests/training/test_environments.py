@@ -23,7 +23,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import environments
 from reinforce_ada_jax.types import Response
 from tests import forked, hosts
-from tests.running import environment, reproducible, restored, tiny
+from tests.running import OF_THE_ENGINE, environment, reproducible, restored, tiny
 
 # "=" and "." are the characters of the model's vocabulary that are no letters.
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -93,12 +93,6 @@ from tests.running import tiny
 settings, workdir = json.loads(sys.argv[1])
 train.main(tiny(**settings), pathlib.Path(workdir))
 """
-
-
-# Work of the engine, which has drawn again what was lost in the slots.
-OF_THE_ENGINE = re.compile(
-    "collection/(slot_utilisation|redone_tokens|prefills|.*(prefilled|shared|continued)_tokens|dispatches|waited_share)"
-)
 
 
 @pytest.fixture(scope="module")
