@@ -16,74 +16,18 @@ from reinforce_ada_jax import cli, train
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.isolation import process_tree
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import environments
 from reinforce_ada_jax.types import Response
 from tests import forked, hosts
+from tests.environments import try_again
 from tests.running import OF_THE_ENGINE, environment, reproducible, restored, tiny
 
-# "=" and "." are the characters of the model's vocabulary that are no letters.
-TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-CLASS = """
-import os, pathlib, time
-
-FOLDER = pathlib.Path(__file__).parent
-
-class TryAgain:
-    def __init__(self, rng):
-        self.rng, self.tries = rng, 0
-
-    def reset(self, problem):
-        self.name, self.answer = problem["id"], problem["answer"]
-        return [{"role": "user", "content": problem["problem"]}]
-
-    def step(self, messages):
-        self.tries += 1
-        if self.tries > 1:
-            self.follow()
-        if messages[-1]["content"] == self.answer:
-            return 1 / self.tries
-        if self.tries == 3:
-            print("three tries")
-            return 0
-        return [{"role": "user", "content": "." * int(self.rng.integers(1, 3)) + "="}]
-
-    def follow(self):
-        # A line for each turn but the first ones. They wait from the line on that the file "hold" names.
-        with (FOLDER / "turns").open("a") as file:
-            file.write(self.name + chr(10))
-        hold = FOLDER / "hold"
-        if hold.exists() and len((FOLDER / "turns").read_text().splitlines()) > int(hold.read_text()):
-            with (FOLDER / "held").open("a") as file:
-                file.write(str(os.getpid()) + chr(10))
-            while hold.exists():
-                time.sleep(0.01)
-
-
-class Broken(TryAgain):
-    def step(self, messages):
-        raise RuntimeError("no luck today")
-
-class Strict(TryAgain):
-    def step(self, messages):
-        said = messages[-1]["content"]
-        if said == "e":
-            raise RuntimeError
-        if said == "t":
-            time.sleep(3600)
-        if said == "c":
-            os._exit(3)
-        return 1 if said == "r" else -1
-"""
 SETTINGS = {
     "iterations": 2, "evaluation.every": 2, "checkpoint.every": 1, "logging.trackers": "",
-    "data.template": "chat", "data.system": "", "data.instruction": "", "data.max_prompt_tokens": 8,
-    "evaluation.benchmarks": ("heldout.jsonl",), "evaluation.samples": 2, "evaluation.max_response_tokens": 24,
-    "sampling.max_response_tokens": 24, "sampling.slots": 16, "sampling.check_invariants": True,
-    "environment.max_turns": 3, "environment.max_turn_tokens": 8, "reward.time_limit_s": 30.0, "reward.workers": 2,
+    "evaluation.samples": 2, "sampling.slots": 16, "sampling.check_invariants": True,
     "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
 }  # fmt: skip
 TRAIN = """
@@ -98,22 +42,12 @@ train.main(tiny(**settings), pathlib.Path(workdir))
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """The folder of the environment and its problems; its files `turns`, `hold` and `held` are those of one run."""
-    folder = tmp_path_factory.mktemp("task")
-    shutil.copytree(components_lib.model_folder("package:cipher"), folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "mine.py").write_text(CLASS)
-    for name, split in {"prompts": "train", "heldout": "heldout"}.items():
-        lines = [json.dumps(problem) + "\n" for problem in cipher.problems(split)[:8]]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return folder
+    return try_again.write(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
 def settings(task):
-    return SETTINGS | {
-        "model.path": str(task / "model"), "data.prompts": str(task / "prompts.jsonl"),
-        "evaluation.benchmarks": (str(task / "heldout.jsonl"),), "environment.path": f"{task}/mine.py:TryAgain",
-    }  # fmt: skip
+    return SETTINGS | try_again.settings(task)
 
 
 def started(settings, workdir):
