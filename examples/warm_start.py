@@ -28,7 +28,7 @@ from reinforce_ada_jax.learning.optimizer import warmup_schedule
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, init
+from reinforce_ada_jax.policy.transformer import Execution, Params, init
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Response
 
@@ -136,7 +136,7 @@ def fit(
     head = HeadConfig(temperature=1.0, tied=architecture.tied_embedding)
 
     def loss(params, batch):
-        logprobs, _ = response_logprobs(architecture, params, batch, head, dtype=jnp.float32)
+        logprobs, _ = response_logprobs(architecture, params, batch, head, execution=Execution(jnp.float32))
         return -jnp.sum(jnp.where(batch.response_mask, logprobs, 0.0)) / jnp.sum(batch.response_mask)
 
     @jax.jit

@@ -96,7 +96,7 @@ def main(config: Config, options: Options) -> None:
                 written = stack.enter_context(local_copy.opened(options.output, "--output"))[0]
             before = None if options.initial is None else buckets.local(options.initial)
             if run is not None or not regrade:
-                config = components_lib.for_devices(config, run)
+                config = components_lib.for_devices(config, run, model)
             if run is None:
                 config = config_lib.replaced(config, {"lora.rank": 0})  # a folder has no adapters
             else:

@@ -46,7 +46,9 @@ def build(settings: ServerSettings) -> "Components":
             window=1 if grpc else 16, drafts=0 if grpc else None,
         ),
     )  # fmt: skip
-    return components_lib.build(components_lib.for_devices(config), components_lib.model_folder(settings.model))
+    return components_lib.build(
+        components_lib.for_devices(config, model=settings.model), components_lib.model_folder(settings.model)
+    )
 
 
 def _weights(components: "Components", settings: ServerSettings) -> "Params":

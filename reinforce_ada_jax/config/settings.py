@@ -38,8 +38,9 @@ class ModelConfig:
         "huggingface.co, OWNER/MODEL or OWNER/MODEL@REVISION, fetched once.", rule="model_and_prompts_are_named",
     )  # fmt: skip
     compute_dtype: str = setting(
-        "auto", "Precision of products and activations; auto: float32 on CPUs, where bfloat16 is slow, and bfloat16 "
-        "elsewhere; a run keeps that of its start.", one_of(("auto", *values.DTYPES)),
+        "auto", "Precision of products and activations, on CPUs of products alone; auto: bfloat16, but float32 on CPUs "
+        "unless a large dense model has a processor that is faster in bfloat16; a run keeps that of its start.",
+        one_of(("auto", *values.DTYPES)),
     )  # fmt: skip
     numerics: str = setting(
         "fast", '"invariant": log-probabilities of sampler and learner have the same bits, for any slots, pages, '

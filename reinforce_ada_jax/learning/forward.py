@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
-from reinforce_ada_jax.learning.platform import Platform
+from reinforce_ada_jax.learning.platform import Platform, activation_dtype
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import blocked_attention, cudnn_attention
-from reinforce_ada_jax.policy.transformer import Decoder, SegmentAttend, ShardingConstraint, causal_attend
+from reinforce_ada_jax.policy.transformer import Decoder, Execution, SegmentAttend, ShardingConstraint, causal_attend
 
 
 def choose_attention(platform: Platform, mesh: Mesh) -> SegmentAttend:
@@ -36,10 +36,10 @@ def row_settings(platform: Platform, mesh: Mesh, dtype: DTypeLike) -> dict[str, 
     # between devices in every product (8 times the traffic of gathering weights) and has every device compute the
     # attention of all rows.
     by_row = mesh_lib.sharding(mesh, ("parts", None, None))
-    return dict(
-        attend=choose_attention(platform, mesh), dtype=jnp.dtype(dtype), remat=platform.remat,
-        constrain=ShardingConstraint(by_row),
-    )  # fmt: skip
+    activations = activation_dtype(dtype, mesh.devices.flat[0].platform)
+    rounds = activations != jnp.dtype(dtype)
+    execution = Execution(activations, rounds, platform.remat, ShardingConstraint(by_row))
+    return dict(attend=choose_attention(platform, mesh), execution=execution)
 
 
 def head_config(platform: Platform, mesh: Mesh, *, tied: bool, temperature: float, frozen: bool) -> HeadConfig:

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.config import Config
@@ -47,14 +46,13 @@ from reinforce_ada_jax.learning.update import (
 from reinforce_ada_jax.policy import invariant, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
+    Execution,
     Params,
     SegmentAttend,
-    ShardingConstraint,
     causal_attend,
     hidden_states,
     merge,
     param_shardings,
-    unconstrained,
 )
 
 
@@ -69,10 +67,8 @@ def response_logprobs(
     batch: Batch,
     head: HeadConfig,
     *,
-    dtype: DTypeLike,
+    execution: Execution,
     attend: SegmentAttend = causal_attend,
-    remat: str = "full",
-    constrain: ShardingConstraint = unconstrained,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Computes the log-probability of every response token, and the entropy where it was chosen.
 
@@ -85,7 +81,7 @@ def response_logprobs(
     hidden = hidden_states(
         model, cut(batch.tokens), positions=cut(batch.positions),
         segment_ids=cut(batch.segment_ids) if batch.max_segments > 1 else None,
-        attend=attend, dtype=dtype, remat=remat, constrain=constrain,
+        attend=attend, execution=execution,
     )  # fmt: skip
     if parts > 1:
         of_tokens = target_logprobs(head, model, hidden, cut(jnp.roll(batch.tokens, -1, axis=1)))
@@ -93,7 +89,7 @@ def response_logprobs(
         return logprobs, entropy
     targets = jnp.take_along_axis(batch.tokens, batch.response_positions, axis=1)
     # A token is predicted one position earlier.
-    predicting = constrain(jnp.take_along_axis(hidden, (batch.response_positions - 1)[..., None], axis=1))
+    predicting = execution.constrain(jnp.take_along_axis(hidden, (batch.response_positions - 1)[..., None], axis=1))
     return target_logprobs(head, model, predicting, targets)
 
 

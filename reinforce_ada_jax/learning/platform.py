@@ -1,6 +1,7 @@
 """Implementations of the learner's programs for a platform: every setting with the value "auto" is resolved here."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -9,7 +10,7 @@ from jax.typing import DTypeLike
 from reinforce_ada_jax.config import Config, LearningConfig, replaced
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.scan_logprobs import TILE
-from reinforce_ada_jax.policy import cudnn_attention
+from reinforce_ada_jax.policy import cudnn_attention, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 
 # Tokens of a micro-batch on CPUs: its activations stay in the caches, and its products are as fast as larger ones.
@@ -32,7 +33,7 @@ TPU_FLOPS = {
 OTHER_FLOPS = {"gpu": 312e12, "cpu": 5e10}
 # Smallest block of the kernels of `policy.splash_attention`.
 SPLASH_BLOCK = 128
-# Models with as many weights are slow in bfloat16 on a CPU; the built-in ones are fast in any dtype.
+# With as many weights products take most of the time on a CPU, and their precision matters for it.
 LARGE = 10**7
 # Seconds of a program in the chain of an update at the peak rate, which real programs do not reach.
 PROGRAM_S = 2.0
@@ -67,22 +68,31 @@ class Platform:
         )
 
 
-def chosen_dtype(config: Config, name: str) -> Config:
-    """Returns the configuration with the `model.compute_dtype` of a platform; invariant numerics take float32."""
+def chosen_dtype(config: Config, name: str, num_parameters: int = 0) -> Config:
+    """Returns the configuration with the `model.compute_dtype` of a platform and a model; invariant numerics take
+    float32. On CPUs a large dense model takes bfloat16 where its products are faster, as measured here."""
     if config.model.compute_dtype != "auto":
         return config
-    dtype = "float32" if name == "cpu" or config.model.numerics == "invariant" else "bfloat16"
-    return replaced(config, {"model.compute_dtype": dtype})
+    rounds = num_parameters >= LARGE and not config.lora.rank and rounded.is_faster()
+    is_fast = config.model.numerics != "invariant" and (name != "cpu" or rounds)
+    return replaced(config, {"model.compute_dtype": "bfloat16" if is_fast else "float32"})
+
+
+def activation_dtype(dtype: DTypeLike, name: str) -> Any:
+    """Returns the type of activations with products in `dtype`: float32 on CPUs (`policy/rounded.py`)."""
+    return jnp.dtype(jnp.float32 if name == "cpu" else dtype)
 
 
 def describe_dtype(dtype: DTypeLike, name: str, num_parameters: int) -> str:
-    """Returns the precision with its reason; a second line warns of a large model in bfloat16 on a CPU."""
-    if jnp.dtype(dtype) == jnp.float32:
-        return "float32" + ": bfloat16 products are slow on CPUs" * (name == "cpu")
-    if name != "cpu":
-        return "bfloat16: products are faster in it than in float32"
-    warning = "\nwarning: bfloat16 is slow on CPUs. Set model.compute_dtype (`serve`: --dtype) to auto."
-    return "bfloat16" + warning * (num_parameters >= LARGE)
+    """Returns the precision; a second line warns of a large model in bfloat16 on a CPU that is not fast in it."""
+    if jnp.dtype(dtype) == jnp.float32 or name != "cpu":
+        return str(jnp.dtype(dtype))
+    warning = ""
+    if num_parameters >= LARGE and not rounded.is_faster():
+        warning = (
+            "\nwarning: this processor is not faster in bfloat16. Set model.compute_dtype (`serve`: --dtype) to auto."
+        )
+    return f"bfloat16 in products, float32 elsewhere{warning}"
 
 
 def of_mesh(mesh: Mesh, learning: LearningConfig, architecture: Architecture, dtype: DTypeLike) -> Platform:
@@ -191,10 +201,10 @@ def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int) -> 
 
 def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int:
     """Returns `micro_rows` for the devices of a mesh."""
-    dtype = jnp.dtype(config.model.compute_dtype)
+    name = mesh.devices.flat[0].platform
+    dtype = activation_dtype(config.model.compute_dtype, name)
     token_bytes = activation_bytes(architecture, of_mesh(mesh, config.learning, architecture, dtype).remat, dtype)
-    row_shards = mesh_lib.parts(mesh, "rows")
-    return micro_rows(mesh.devices.flat[0].platform, config, row_shards, token_bytes)
+    return micro_rows(name, config, mesh_lib.parts(mesh, "rows"), token_bytes)
 
 
 def micro_batches_per_program(micro_flops: float, name: str, device_kind: str) -> int:

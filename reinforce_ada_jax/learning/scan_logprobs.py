@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from reinforce_ada_jax.policy import rounded
+
 # 4 MiB of logits stay in a CPU's cache: products ran at 200 GFLOP/s on two cores; with tiles of 32 MiB at 100.
 TILE = (1024, 1024)
 # The maximum of no logits: finite, so that the difference of two of them is 0.
@@ -74,6 +76,17 @@ def _logits(config: HeadConfig, hidden: Float[Array, "m D"], head: Float[Array, 
     """Returns float32 logits over a part of the head, at the temperature; the product has the hidden states' dtype."""
     dims = ((1,), (1 - config.vocab_axis,))
     return jax.lax.dot_general(hidden, head, (dims, ((), ())), preferred_element_type=jnp.float32) / config.temperature
+
+
+def _of_columns(x: Array, y: Array) -> Array:
+    """Returns x^T y in float32."""
+
+    def plain(x: Array, y: Array) -> Array:
+        return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    if x.dtype != jnp.bfloat16:
+        return plain(x, y)
+    return jax.lax.platform_dependent(x, y, cpu=rounded.of_columns, default=plain)
 
 
 def _is_target(logits: Float[Array, "m v"], targets: Int[Array, " m"], start: int | Array) -> Array:
@@ -147,8 +160,7 @@ def gradients(
             if config.frozen_head:
                 return d_hidden, None
             # As [D, v], whatever the head's layout: transposing the hidden states is cheaper than transposing a tile.
-            more = jax.lax.dot_general(x, d_logits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            return d_hidden, d_part + more
+            return d_hidden, d_part + _of_columns(x, d_logits)
 
         zeros = None if config.frozen_head else jnp.zeros((hidden.shape[1], size), jnp.float32)
         d_hidden, d_part = _tiles(hidden.shape[0], config.tile[0], rows_tile, (d_hidden, zeros))

@@ -19,7 +19,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.optimizer import with_standard_promotion
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge
+from reinforce_ada_jax.policy.transformer import Execution, Params, hidden_states, merge
 from reinforce_ada_jax.types import Pool, Prompt
 
 # Prompts in one forward pass.
@@ -50,7 +50,7 @@ def prompt_features(
 
     Rows without a token give any finite numbers.
     """
-    hidden = hidden_states(merge(architecture, params), tokens, dtype=dtype)
+    hidden = hidden_states(merge(architecture, params), tokens, execution=Execution(dtype))
     last = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)[:, 0]
     return last.astype(jnp.float32) / architecture.hidden_size
 

@@ -20,9 +20,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from reinforce_ada_jax.policy import experts
+from reinforce_ada_jax.policy import experts, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.quantization import Quantized
+from reinforce_ada_jax.policy.rounded import Rounded
 
 
 class Declare:
@@ -108,7 +109,7 @@ def choose_adapters(weights: Any, rows: RowAdapters) -> Any:
     )  # fmt: skip
 
 
-def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized, num_inputs: int = 1) -> Array:
+def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized | Rounded, num_inputs: int = 1) -> Array:
     """Contracts the last axes of x with the first of the weight, in x.dtype: x W, x W + scaling * (x A) B, or (x V) s.
 
     Rows and positions of x [B, T, *in] are one axis to the product. With two, XLA would transpose the activations for
@@ -116,12 +117,14 @@ def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized, num_inpu
     made. `num_inputs` axes of the weight are contracted.
     """
 
-    def contract(x: Array, weight: Array, num_inputs: int) -> Array:
+    def contract(x: Array, weight: Array | Rounded, num_inputs: int) -> Array:
+        if isinstance(weight, Rounded):
+            return rounded.product(x, weight, num_inputs).astype(x.dtype)
         # The innermost axis first, as einsum contracts: another order is another rounding.
         last, first = [-1 - axis for axis in range(num_inputs)], list(reversed(range(num_inputs)))
         return jnp.tensordot(x, weight.astype(x.dtype), axes=(last, first))
 
-    def product(weight: Array | Quantized) -> Array:
+    def product(weight: Array | Quantized | Rounded) -> Array:
         if not isinstance(weight, Quantized):
             return contract(merged, weight, num_inputs)
         sums = contract(merged, weight.values, num_inputs)

@@ -22,6 +22,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, norm, norm_start, row_adapters
 from reinforce_ada_jax.policy.quantization import Quantized
+from reinforce_ada_jax.policy.rounded import Rounded, rounded, rounding
 
 Params = dict[str, Any]
 Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
@@ -78,9 +79,10 @@ def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """Choices of how the layers are computed. All but `dtype` have the same results up to rounding."""
+    """Choices of how the layers are computed. All but the types have the same results up to rounding."""
 
     dtype: DTypeLike  # of activations and matrix products; weights are cast where they are used
+    rounds: bool = False  # products round to bfloat16 (`rounded.py`), and so are the final hidden states
     remat: str | None = None  # of `REMAT`; None: all activations are kept for the backward pass
     constrain: ShardingConstraint = unconstrained  # of the residual stream, before and after each layer
     mesh: Mesh | None = None  # where experts are split over `tensor` and nothing is constrained
@@ -152,6 +154,8 @@ def embed(model: Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array
     table = model.embedding.get_value()
     if isinstance(table, Quantized):
         return jnp.take(table.values, tokens, axis=0).astype(jnp.float32) * jnp.take(table.scale, tokens)[..., None]
+    if isinstance(table, Rounded):
+        return Rounded(jnp.take(table.values, tokens, axis=0)).matrix
     return jnp.take(table, tokens, axis=0)
 
 
@@ -181,6 +185,8 @@ def run(
     """
     graph, state = nnx.split(model.layers)
     stacked, architecture = nnx.to_pure_dict(state), model.architecture
+    if execution.rounds:
+        stacked = rounding(stacked)
     adapter_rows = None if adapter is None else row_adapters(stacked, adapter)
     numbers = np.arange(architecture.num_layers)
     is_rotated = 1 - np.isin(numbers, architecture.unrotated_layers).astype(np.int32)
@@ -227,11 +233,14 @@ def run(
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
     x = embed(model, tokens).astype(execution.dtype)
+    if execution.rounds:
+        x = rounded(x)  # as decoding reads the embedding
     if architecture.is_gemma:
         x = x * jnp.asarray(architecture.hidden_size**0.5, x.dtype)
     indices = jnp.arange(architecture.num_layers)
     (x, carry), of_layers = jax.lax.scan(one_layer, (constrain(x), carry), (stacked, indices))
-    return rowwise(lambda x: norm(architecture, x, model.final_norm[...]), x), carry, of_layers
+    x = rowwise(lambda x: norm(architecture, x, model.final_norm[...]), x)
+    return rounded(x).astype(jnp.bfloat16) if execution.rounds else x, carry, of_layers
 
 
 def causal_attend(query, key, value, layer, carry, *, segment_ids=None):
@@ -252,11 +261,9 @@ def hidden_states(
     positions: Int[Array | np.ndarray, "B T"] | None = None,
     segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
     attend: SegmentAttend = causal_attend,
-    dtype: DTypeLike,
-    remat: str | None = None,
-    constrain: ShardingConstraint = unconstrained,
+    execution: Execution,
 ) -> Float[Array, "B T D"]:
-    """Computes hidden states in a causal forward pass; settings as for `Execution`.
+    """Computes hidden states in a causal forward pass.
 
     Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it. Where a
     row has several sequences, `positions` count in each of them, and a token sees only the sequence of its own segment
@@ -265,13 +272,7 @@ def hidden_states(
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(
-        model,
-        tokens,
-        positions,
-        functools.partial(attend, segment_ids=segment_ids),
-        execution=Execution(dtype, remat, constrain),
-    )[0]
+    return run(model, tokens, positions, functools.partial(attend, segment_ids=segment_ids), execution=execution)[0]
 
 
 def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -285,6 +286,12 @@ def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "
 
     if isinstance(weight, Quantized):
         return logits(weight.values) * weight.scale[None, None]
+    if isinstance(weight, Rounded):
+        if not tied:
+            return logits(weight.matrix)
+        # The embedding on the left, or XLA would copy its transpose in each step.
+        product = jnp.einsum("VD,BTD->VBT", weight.matrix, hidden, preferred_element_type=jnp.float32)
+        return jnp.moveaxis(jax.lax.optimization_barrier(product), 0, 2)
     return logits(weight)
 
 
@@ -299,4 +306,4 @@ def logits(
 ) -> Float[Array, "B T V"]:
     """Computes all logits in a plain forward pass, for checks: [B, T, V] exists here and nowhere else."""
     model = merge(architecture, params)
-    return head_logits(model, hidden_states(model, tokens, dtype=dtype))
+    return head_logits(model, hidden_states(model, tokens, execution=Execution(dtype)))

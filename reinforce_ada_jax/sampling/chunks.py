@@ -162,7 +162,7 @@ def prefill_chunk(
         return mixed[:, None], pools, None
 
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]
-    execution = Execution(options.dtype, mesh=mesh, rowwise=choose_rowwise(backend, chunk.wanted))
+    execution = Execution(options.activations, options.rounds, mesh=mesh, rowwise=choose_rowwise(backend, chunk.wanted))
     adapter = jnp.where(chunk.wanted, adapters[chunk.row], -1)
     _, pools, _ = run(model, tokens, positions, attend, pools, execution=execution, adapter=adapter)
     return pools, cached

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import Decoder, Execution, causal_attend, head_logits, run
@@ -45,7 +44,7 @@ from reinforce_ada_jax.sampling.state import (
 )
 
 
-def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
+def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, execution: Execution) -> Prefix:
     """Computes keys and values of right-padded prompts; those from `length - 1` on are never read."""
 
     def attend(query, key, value, layer, carry):
@@ -53,7 +52,7 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
         return mixed, carry, (key, value)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    _, _, (keys, values) = run(model, tokens, positions, attend, execution=Execution(dtype))
+    _, _, (keys, values) = run(model, tokens, positions, attend, execution=execution)
     last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
     return Prefix(keys=keys, values=values, length=length, last_token=last)
 
@@ -173,7 +172,7 @@ def _forward(
         return token_lib.next_logprobs(head_logits(model, hidden)[:, 0], temperature)
 
     tokens, positions = slots.token[:, None], slots.position[:, None]
-    execution = Execution(options.dtype, mesh=mesh, rowwise=rowwise)
+    execution = Execution(options.activations, options.rounds, mesh=mesh, rowwise=rowwise)
     hidden, pools, _ = run(model, tokens, positions, attend, pools, execution=execution, adapter=adapter)
     return pools, rowwise(next_logprobs, hidden, slots.requests.sampling.temperature)
 

@@ -6,6 +6,7 @@ Rollouts decode in windows (`decode_window`). A caller that owns the slots retur
 The engine holds no weights. Every call gets the learner's arrays, or the copy that `decode_weights` makes of them.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -110,6 +111,8 @@ class Engine:
                 f"sampling.weight_dtype is 'int8', and the experts of {architecture.family} can't be decoded in it: "
                 "set it to 'model'. sampling.kv_dtype may be 'int8'."
             )
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        options = dataclasses.replace(options, rounds=on_cpu and options.dtype == "bfloat16")
         self.mesh, self.spans_processes = mesh, mesh.is_multi_process
         self._is_split = learner_mesh is not None and learner_mesh != mesh
         self.architecture, self.options, self.dtype = architecture, options, jnp.dtype(options.dtype)
@@ -229,7 +232,7 @@ class Engine:
     def cache_bytes(self) -> int:
         """Bytes of a replica's pages: keys and values of all layers."""
         o = self.options
-        return o.pages * o.page_size * kv_token_bytes(self.architecture, o.dtype, o.attention, o.kv_dtype)
+        return o.pages * o.page_size * kv_token_bytes(self.architecture, o.activations, o.attention, o.kv_dtype)
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.distributed.mesh import tensor_spec, weight_sharding
-from reinforce_ada_jax.policy import lora, quantization
+from reinforce_ada_jax.policy import lora, quantization, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Declared, Params, flatten, merge, nest, weight_shapes
+from reinforce_ada_jax.policy.rounded import Rounded
+from reinforce_ada_jax.policy.transformer import Declared, Execution, Params, flatten, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode
 from reinforce_ada_jax.sampling.state import EngineOptions, empty_state
 
@@ -47,11 +48,19 @@ def _map_weights(architecture: Architecture, options: EngineOptions, make: Calla
         return nest({name: make(name, *shape_axes) for name, shape_axes in declared.items()})
 
     declared = weight_shapes(architecture)
-    is_int8 = options.weight_dtype == "int8"
-    base = nest(quantization.map_declared(make, declared)) if is_int8 else of_each(declared)
+    base = of_each(declared)
+    if options.weight_dtype == "int8":
+        base = nest(quantization.map_declared(make, declared))
+    elif _as_bits(options):
+        base = nest({name: Rounded(x) if name in quantization.SUMMED_AXES else x for name, x in flatten(base).items()})
     if options.adapters is None:
         return base
     return lora.adapted(base, of_each(lora.adapter_shapes(architecture, options.adapters)), options.adapters)
+
+
+def _as_bits(options: EngineOptions) -> bool:
+    """Returns True if matrices are stored as bits; under adapters the learner's own arrays stay."""
+    return options.rounds and options.adapters is None and options.weight_dtype == "model"
 
 
 def as_decoded(params: Params, options: EngineOptions) -> Params:
@@ -68,12 +77,14 @@ def as_decoded(params: Params, options: EngineOptions) -> Params:
 def _plain(params: Params, options: EngineOptions) -> Params:
     if options.weight_dtype == "int8":
         return nest(quantization.quantized_weights(flatten(lora.merged(params)), options.dtype))
+    if _as_bits(options):
+        return nest(rounded.as_bits(flatten(lora.merged(params))))
     return lora.merged(params, dtype=options.dtype)
 
 
 def cast_adapters(adapters: Params, options: EngineOptions) -> Params:
     """Returns adapters in the dtype to which the learner casts them for its products."""
-    return jax.tree.map(lambda x: x.astype(options.dtype), adapters)
+    return jax.tree.map(lambda x: x.astype(options.activations), adapters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +116,9 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         return state if replicas == 1 else jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), state)
 
     def prefill(params, tokens, length):
-        return decode.prefill(merge(architecture, params), tokens, length, dtype=options.dtype)
+        return decode.prefill(
+            merge(architecture, params), tokens, length, execution=Execution(options.activations, options.rounds)
+        )
 
     def decode_window(params, state, inputs, *vote):
         model, last_steps = merge(architecture, params), state.counts.decode_steps

@@ -252,7 +252,8 @@ class EngineOptions:
     max_response_tokens: int
     stop_ids: tuple[int, ...]
     seed: int
-    dtype: str
+    dtype: str  # of matrices and products
+    rounds: bool = False  # products round to `dtype`, bfloat16, and all else is float32 (`policy/rounded.py`)
     attention: str = "jnp"
     kv_dtype: str = "model"  # of the pages: "model", as `dtype` says, or "int8"
     weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
@@ -272,6 +273,11 @@ class EngineOptions:
                 f"a prompt has {length} tokens, and the engine takes 1 to {self.max_prompt_tokens}. Send a shorter "
                 "one, or raise data.max_prompt_tokens: prompts are never cut."
             )
+
+    @property
+    def activations(self) -> str:
+        """Type of activations, and of cached keys and values that are not int8."""
+        return "float32" if self.rounds else self.dtype
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -343,7 +349,7 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
     """Returns a state with no prompt open, no slot active, and every page free."""
     layers_pages = architecture.num_layers * o.pages
     shape = (architecture.num_kv_heads, layers_pages, o.page_size, padded_head_dim(architecture.head_dim, o.attention))
-    dtype, zero = None if o.kv_dtype == "int8" else jnp.dtype(o.dtype), jnp.int32(0)
+    dtype, zero = None if o.kv_dtype == "int8" else jnp.dtype(o.activations), jnp.int32(0)
     counts, drafts = WindowCounts(decode_steps=zero, busy=zero, redone=zero), None
     if o.drafts:
         counts = counts.replace(verified=zero, accepted=zero)

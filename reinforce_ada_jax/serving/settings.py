@@ -69,7 +69,7 @@ class ServerSettings:
     top_p: float = setting(1.0, "Draw among the fewest tokens with this probability in sum.", values.SHARE)
     greedy: bool = setting(False, "The same as --temperature=0.")
     dtype: str = setting(
-        "auto", "Precision of weights, cache and arithmetic; auto: float32 on CPUs, bfloat16 elsewhere.",
+        "auto", "Precision of weights, cache and arithmetic; auto: as model.compute_dtype of a run.",
         values.one_of(("auto", *values.DTYPES)),
     )  # fmt: skip
     seed: int = setting(0, "Seed of all responses, which are numbered as they come.", _within(-(2**31), 2**31 - 1))

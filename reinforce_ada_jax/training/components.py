@@ -256,13 +256,20 @@ def engine_options(
     )
 
 
-def for_devices(config: Config, workdir: pathlib.Path | None = None) -> Config:
+def for_devices(config: Config, workdir: pathlib.Path | None = None, model: str | None = None) -> Config:
     """Returns the configuration with `model.compute_dtype` chosen: that of the run in `workdir`, or by the devices.
 
-    Raises ValueError where JAX finds no device, or the work directory is damaged.
+    Where products are measured, the model is of interest: that at `model`, or at `model.path`. Several processes
+    measure nothing, since they must agree.
+
+    Raises ValueError where JAX finds no device, the work directory is damaged, or there is no model.
     """
     config = config if workdir is None else with_saved_dtype(config, workdir)
-    return platform_lib.chosen_dtype(config, mesh_lib.available_devices()[0].platform)
+    platform, size = mesh_lib.available_devices()[0].platform, 0
+    if platform == "cpu" and config.model.compute_dtype == "auto" and jax.process_count() == 1:
+        architecture = read_config(model_folder(model or config.model.path))
+        size = 0 if architecture.num_experts else architecture.num_parameters
+    return platform_lib.chosen_dtype(config, platform, size)
 
 
 def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None) -> Components:
@@ -413,6 +420,6 @@ def make_estimator(config: Config, components: Components) -> Ema | ValueHead:
     return ValueHead(
         components.architecture,
         components.mesh,
-        dtype=jnp.dtype(config.model.compute_dtype),
+        dtype=platform_lib.activation_dtype(config.model.compute_dtype, jax.default_backend()),
         max_prompt_tokens=config.data.max_prompt_tokens,
     )

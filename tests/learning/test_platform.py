@@ -24,6 +24,7 @@ from reinforce_ada_jax.learning.platform import (
     resolve,
     tpu_bytes,
 )
+from reinforce_ada_jax.policy import rounded
 from reinforce_ada_jax.policy.architecture import from_hf
 
 
@@ -53,11 +54,28 @@ def test_the_precision_goes_by_the_platform(name, asked, chosen):
     assert chosen_dtype(Config(model=ModelConfig(**asked)), name).model.compute_dtype == chosen
 
 
-def test_a_large_model_in_bfloat16_on_a_cpu_is_warned_of():
-    large = 134_515_008
-    assert "\nwarning: bfloat16 is slow on CPUs" in describe_dtype("bfloat16", "cpu", large)
-    for dtype, name, size in (("bfloat16", "gpu", large), ("float32", "cpu", large), ("bfloat16", "cpu", 107_392)):
+SMOLLM2, BUILT_IN = 134_515_008, 107_392
+
+
+@pytest.mark.parametrize(
+    ("size", "is_faster", "changes", "chosen"),
+    [
+        (SMOLLM2, True, {}, "bfloat16"), (SMOLLM2, False, {}, "float32"), (BUILT_IN, True, {}, "float32"),
+        (SMOLLM2, True, {"model.numerics": "invariant"}, "float32"), (SMOLLM2, True, {"lora.rank": 4}, "float32"),
+    ],
+)  # fmt: skip
+def test_on_a_cpu_a_large_model_goes_by_the_measured_products(size, is_faster, changes, chosen, monkeypatch):
+    monkeypatch.setattr(rounded, "is_faster", lambda: is_faster)
+    assert chosen_dtype(replaced(Config(), changes), "cpu", size).model.compute_dtype == chosen
+
+
+def test_a_large_model_in_bfloat16_is_warned_of_where_a_processor_is_not_fast_in_it(monkeypatch):
+    monkeypatch.setattr(rounded, "is_faster", lambda: False)
+    assert "\nwarning: this processor is not faster" in describe_dtype("bfloat16", "cpu", SMOLLM2)
+    for dtype, name, size in (("bfloat16", "gpu", SMOLLM2), ("float32", "cpu", SMOLLM2), ("bfloat16", "cpu", BUILT_IN)):
         assert "warning" not in describe_dtype(dtype, name, size)
+    monkeypatch.setattr(rounded, "is_faster", lambda: True)
+    assert describe_dtype("bfloat16", "cpu", SMOLLM2) == "bfloat16 in products, float32 elsewhere"
 
 
 def test_settings_come_before_the_platform():

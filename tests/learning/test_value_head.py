@@ -57,7 +57,7 @@ def padded(some):
 @jax.jit
 def last_hidden(tokens):
     model = transformer.merge(ARCHITECTURE, PARAMS)
-    return transformer.hidden_states(model, tokens[None], dtype=jnp.float32)[0, -1]
+    return transformer.hidden_states(model, tokens[None], execution=transformer.Execution(jnp.float32))[0, -1]
 
 
 def hidden(prompt: Prompt) -> np.ndarray:

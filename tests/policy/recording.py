@@ -89,7 +89,9 @@ def check_layer(architecture, params, recording):
     weights = {"layers": jax.tree.map(lambda weight: weight[-1:], params["layers"])}
     embedding = x.reshape(-1, width) / (width**0.5 if architecture.is_gemma else 1.0)
     model = transformer.merge(alone, params | weights | {"embedding": jnp.asarray(embedding)})
-    hidden = transformer.hidden_states(model, jnp.arange(rows * length).reshape(rows, length), dtype=jnp.float32)
+    hidden = transformer.hidden_states(
+        model, jnp.arange(rows * length).reshape(rows, length), execution=transformer.Execution(jnp.float32)
+    )
     normed = layers.norm(architecture, jnp.asarray(recording["layer"]), params["final_norm"])
     np.testing.assert_allclose(hidden, normed, rtol=1e-5, atol=1e-5)
 

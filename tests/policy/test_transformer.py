@@ -83,7 +83,7 @@ def test_a_token_sees_itself_and_what_is_before_it():
 def gradients(architecture, params, tokens, *, remat):
     def loss(params):
         model = transformer.merge(architecture, params)
-        hidden = transformer.hidden_states(model, tokens, dtype=jnp.float32, remat=remat)
+        hidden = transformer.hidden_states(model, tokens, execution=transformer.Execution(jnp.float32, remat=remat))
         return jnp.mean(transformer.head_logits(model, hidden) ** 2)
 
     return jax.jit(jax.value_and_grad(loss))(params)
@@ -104,7 +104,9 @@ def test_jit_equals_eager(family):
     architecture, params, recorded = recording.golden(family)
     tokens = jnp.asarray(recorded["tokens"])
     model = transformer.merge(architecture, params)
-    eager = transformer.head_logits(model, transformer.hidden_states(model, tokens, dtype=jnp.float32))
+    eager = transformer.head_logits(
+        model, transformer.hidden_states(model, tokens, execution=transformer.Execution(jnp.float32))
+    )
     np.testing.assert_allclose(transformer.logits(architecture, params, tokens), eager, rtol=1e-5, atol=1e-5)
 
 

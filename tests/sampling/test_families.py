@@ -39,3 +39,32 @@ def test_the_engine_agrees_with_a_full_forward_pass(family, tensor, attention):
             start = len(pool.prompt.tokens)
             wanted = [logprobs[start + number - 1, token] for number, token in enumerate(response.tokens.tolist())]
             np.testing.assert_allclose(response.logprobs, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_on_a_cpu_an_engine_in_bfloat16_agrees_with_the_learner(family):
+    """Both round what they multiply, and nothing else; a loop that carries weights in bfloat16 would widen them."""
+    architecture, params, _ = recording.golden(family)
+    options = dataclasses.replace(tiny.OPTIONS, slots=4, dtype="bfloat16")
+    options = dataclasses.replace(options, pages=enough_pages(options))
+    mesh = mesh_lib.make_mesh()
+    engine = Engine(architecture, options, mesh=mesh)
+    pools = tiny.collect_pools(Rollouts(engine), tiny.strategies.fixed(3), prompts=tiny.PROMPTS[2:4], params=params)
+    model = transformer.merge(architecture, params)
+
+    def logprobs(row, rounds):
+        hidden = transformer.hidden_states(model, row[None], execution=transformer.Execution(jnp.float32, rounds))
+        return np.asarray(jax.nn.log_softmax(transformer.head_logits(model, hidden)[0]))
+
+    gaps, changes = [], []
+    for pool in pools:
+        for response in pool.responses:
+            row = jnp.asarray(np.concatenate([pool.prompt.tokens, response.tokens]))
+            places = len(pool.prompt.tokens) - 1 + np.arange(len(response.tokens)), response.tokens
+            learner, exact = logprobs(row, True)[places], logprobs(row, False)[places]
+            gaps.extend(np.abs(response.logprobs - learner))
+            changes.extend(np.abs(learner - exact))
+    assert np.mean(gaps) < 0.3 * np.mean(changes)
+    compiled = engine.programs()["decode window"]().compile().as_text()
+    up = ",".join(map(str, params["layers"]["mlp"]["up"].shape))
+    assert f"u16[{up}]" in compiled and f"f32[{up}]" not in compiled

@@ -19,7 +19,7 @@ from reinforce_ada_jax.learning.learner import response_logprobs
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import from_hf
-from reinforce_ada_jax.policy.transformer import distribution
+from reinforce_ada_jax.policy.transformer import Execution, distribution
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import Engine, enough_pages
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -181,7 +181,11 @@ def assert_different(left: Samples, right: Samples) -> None:
 @functools.partial(jax.jit, static_argnames="temperature")
 def _logprobs(params, batch, temperature):
     return response_logprobs(
-        ARCHITECTURE, params, batch, HeadConfig(temperature, ARCHITECTURE.tied_embedding), dtype=jnp.float32
+        ARCHITECTURE,
+        params,
+        batch,
+        HeadConfig(temperature, ARCHITECTURE.tied_embedding),
+        execution=Execution(jnp.float32, remat="full"),
     )[0]
 
 

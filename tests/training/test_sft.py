@@ -45,7 +45,7 @@ def plain_loss(params, examples):
     for example in examples:
         before, after = len(example.prompt), len(example.response.tokens)
         tokens = np.concatenate([example.prompt, example.response.tokens])
-        hidden = transformer.hidden_states(model, tokens[None], dtype=jnp.float32)[0]
+        hidden = transformer.hidden_states(model, tokens[None], execution=transformer.Execution(jnp.float32))[0]
         logprobs = jax.nn.log_softmax(
             hidden @ model.head[...] if not ARCHITECTURE.tied_embedding else hidden @ model.embedding[...].T
         )

@@ -136,7 +136,7 @@ def test_what_a_run_writes(unbroken):
     assert len(os.listdir(workdir / "samples")) == ITERATIONS
     config = saved_config(workdir)
     assert config.collection.prompts_per_iteration == 8 and config.iterations == ITERATIONS
-    assert config.model.compute_dtype == "float32" and "precision   float32: bfloat16 products are slow" in shown
+    assert config.model.compute_dtype == "float32" and "precision   float32\n" in shown
     started = json.loads((workdir / "started.json").read_text())
     assert started["device"] == "1 x cpu" and started["date"] and started["commit"]
     # Its page has ended with it.

@@ -1,0 +1,129 @@
+"""Products in bfloat16 between activations in float32: how a model is computed in bfloat16 on a CPU.
+
+On CPUs XLA has fast products of bfloat16 numbers, with sums in float32. All else it computes in float32: a product
+whose result is bfloat16, and what a loop carries, so that stacked weights and the pool of pages would be converted in
+each step. So activations and pages are float32 there, a product rounds what it multiplies, and weights that are stored
+in bfloat16 are carried as their bits.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array
+
+from reinforce_ada_jax.policy.quantization import SUMMED_AXES
+
+
+@struct.dataclass
+class Rounded:
+    """A matrix whose products round it and the activations to bfloat16, and sum in float32."""
+
+    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
+
+    values: jax.Array  # float32 or bfloat16; or uint16, the bits of bfloat16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def matrix(self) -> jax.Array:
+        """The matrix in bfloat16."""
+        return _matrix(self.values)
+
+
+def _matrix(values: Array) -> Array:
+    if values.dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(values, jnp.bfloat16)
+    return rounded(values).astype(jnp.bfloat16)
+
+
+def rounded(x: Array) -> Array:
+    """Returns x rounded to a number of bfloat16, in its own type. XLA would leave out a cast there and back."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def as_bits(weights: dict[str, Array]) -> dict[str, Array | Rounded]:
+    """Returns weights by dotted path, matrices as the bits of bfloat16 and the others (norms, biases) in float32."""
+
+    def bits(matrix: Array) -> Rounded:
+        return Rounded(jax.lax.bitcast_convert_type(matrix.astype(jnp.bfloat16), jnp.uint16))
+
+    return {
+        name: bits(weight) if name in SUMMED_AXES else weight.astype(jnp.float32) for name, weight in weights.items()
+    }
+
+
+def rounding(layers: dict[str, Any]) -> dict[str, Any]:
+    """Returns the stacked weights of layers, nested, with their matrices as `Rounded`, as far as they are arrays."""
+
+    def mark(path, leaf):
+        name = ".".join(key.key for key in path)
+        return Rounded(leaf) if isinstance(leaf, jax.Array) and f"layers.{name}" in SUMMED_AXES else leaf
+
+    return jax.tree_util.tree_map_with_path(mark, layers, is_leaf=lambda x: not isinstance(x, dict))
+
+
+def of_columns(x: Array, y: Array) -> Array:
+    """Returns x^T y in float32, x [M, K] and y [M, N] rounded."""
+    return _product(x.T, y, 1, 0)
+
+
+def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
+    # XLA has the fast product of rows that follow each other in memory only. It chooses it before it decides about
+    # memory; where it then folds a transpose into the product, the program fails when it runs.
+    x, y = (with_layout_constraint(_matrix(a), Layout(major_to_minor=(0, 1))) for a in (x, y))
+    dims = ((x_axis,), (y_axis,)), ((), ())
+    return jax.lax.optimization_barrier(jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32))
+
+
+@jax.custom_vjp
+def _of_rows(x: Array, values: Array) -> Array:
+    """Returns x W in float32, x [M, K] and W [K, N] rounded."""
+    return _product(x, _matrix(values), 1, 0)
+
+
+def _forwards(x: Array, values: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _of_rows(x, values), (x, values)
+
+
+def _backwards(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, values = kept
+    of_x = _product(gradient, _matrix(values), 1, 1)
+    return of_x.astype(x.dtype), of_columns(x, gradient).astype(values.dtype)
+
+
+_of_rows.defvjp(_forwards, _backwards)
+
+
+def product(x: Array, matrix: Rounded, num_inputs: int) -> Array:
+    """Contracts the last axes of x [M, *in] with the first of a matrix [*in, *out], in float32."""
+    inputs, outputs = matrix.shape[:num_inputs], matrix.shape[num_inputs:]
+    values = matrix.values.reshape(math.prod(inputs), math.prod(outputs))
+    return _of_rows(x.reshape(len(x), -1), values).reshape(len(x), *outputs)
+
+
+@functools.cache
+def is_faster() -> bool:
+    """Returns True if this processor needs at most two thirds of the time for products of rounded matrices.
+
+    256 rows by a matrix of 576 x 1,536, a layer's in a small language model; the least of five times each.
+    """
+
+    def seconds(function: Callable[[Array, Array], Array]) -> float:
+        x, matrix = jnp.ones((256, 576)), jnp.ones((576, 1536))
+        compiled, times = jax.jit(function).lower(x, matrix).compile(), []
+        for _ in range(6):
+            begin = time.perf_counter()
+            compiled(x, matrix).block_until_ready()
+            times.append(time.perf_counter() - begin)
+        return min(times[1:])
+
+    return 1.5 * seconds(_of_rows) <= seconds(jnp.matmul)
