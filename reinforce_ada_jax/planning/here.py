@@ -1,5 +1,6 @@
 """Time of an iteration on this machine, from products with the model's sizes that are timed here."""
 
+import functools
 import timeit
 
 import jax
@@ -18,7 +19,8 @@ DENSE_ROWS = 512  # of a product at the full rate
 def product_seconds(rows: int, columns: int, dtype: str) -> float:
     """Returns the seconds that a product of `rows` tokens takes for each weight of a model with this hidden size."""
     left, right = jnp.ones((rows, columns), dtype), jnp.ones((columns, WEIGHTS // columns), dtype)
-    product = jax.jit(jnp.dot)
+    # Sums are float32, as in the policy: on CPUs a result in bfloat16 would take another, slower product.
+    product = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
     taken = timeit.repeat(
         lambda: product(left, right).block_until_ready(), number=1, repeat=4
     )  # the first one compiles

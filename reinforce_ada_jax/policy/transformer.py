@@ -159,6 +159,13 @@ def embed(model: Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array
     return jnp.take(table, tokens, axis=0)
 
 
+def _first_states(model: Decoder, tokens: Int[Array | np.ndarray, "B T"], execution: Execution) -> Array:
+    """Returns what enters the first layer; Gemma scales embeddings by sqrt(D)."""
+    x = embed(model, tokens).astype(execution.dtype)
+    x = rounded(x) if execution.rounds else x  # as decoding reads the embedding
+    return x * jnp.asarray(model.architecture.hidden_size**0.5, x.dtype) if model.architecture.is_gemma else x
+
+
 def run(
     model: Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
@@ -232,11 +239,7 @@ def run(
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
-    x = embed(model, tokens).astype(execution.dtype)
-    if execution.rounds:
-        x = rounded(x)  # as decoding reads the embedding
-    if architecture.is_gemma:
-        x = x * jnp.asarray(architecture.hidden_size**0.5, x.dtype)
+    x = _first_states(model, tokens, execution)
     indices = jnp.arange(architecture.num_layers)
     (x, carry), of_layers = jax.lax.scan(one_layer, (constrain(x), carry), (stacked, indices))
     x = rowwise(lambda x: norm(architecture, x, model.final_norm[...]), x)

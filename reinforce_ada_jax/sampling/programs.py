@@ -83,8 +83,8 @@ def _plain(params: Params, options: EngineOptions) -> Params:
 
 
 def cast_adapters(adapters: Params, options: EngineOptions) -> Params:
-    """Returns adapters in the dtype to which the learner casts them for its products."""
-    return jax.tree.map(lambda x: x.astype(options.activations), adapters)
+    """Returns adapters in `options.dtype`."""
+    return jax.tree.map(lambda x: x.astype(options.dtype), adapters)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -266,8 +266,9 @@ def for_devices(config: Config, workdir: pathlib.Path | None = None, model: str 
     """
     config = config if workdir is None else with_saved_dtype(config, workdir)
     platform, size = mesh_lib.available_devices()[0].platform, 0
-    if platform == "cpu" and config.model.compute_dtype == "auto" and jax.process_count() == 1:
-        architecture = read_config(model_folder(model or config.model.path))
+    path = model or config.model.path
+    if path and platform == "cpu" and config.model.compute_dtype == "auto" and jax.process_count() == 1:
+        architecture = read_config(model_folder(path))
         size = 0 if architecture.num_experts else architecture.num_parameters
     return platform_lib.chosen_dtype(config, platform, size)
 

@@ -109,7 +109,9 @@ def test_parts_of_rows_give_the_numbers_of_whole_rows(family, split, rank, per_r
     )
     np.testing.assert_allclose(scores, of_one, rtol=1e-5, atol=1e-5)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), metrics, metrics_of_one)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradient, gradient_of_one)
+    # By array: a single entry that is nearly 0 has the rounding of the terms that cancel in it.
+    differences = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), gradient, gradient_of_one)
+    assert all(difference < 1e-5 for difference in jax.tree.leaves(differences))
     # What is compared is far from 0.
     assert metrics.grad_norm > 0.1 and np.abs(scores).max() > 4
 

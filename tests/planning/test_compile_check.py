@@ -216,7 +216,7 @@ def test_what_stands_beside_programs_of_adapters():
     # The reference is the base itself.
     assert run.resident_bytes == run.learner_bytes + run.cache_bytes
     beside = {program.name: program.beside_bytes for program in programs_lib.learner_programs(run)}
-    cache = 9 * 4 * (2 * 2 * 2 * 2) * 2 // 2
+    cache = 9 * 4 * (2 * 2 * 2 * 2) * 4 // 2  # float32 on CPUs
     assert beside == {"reshard": moments + cache, "score": moments + cache, "update": cache}
     assert {program.beside_bytes for program in programs_lib.engine_programs(run, 10)} == {params + moments + base}
 

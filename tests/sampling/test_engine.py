@@ -10,6 +10,7 @@ import pytest
 from reinforce_ada_jax.config import Config, MeshConfig, check, least_pages, replaced
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import lora, transformer
+from reinforce_ada_jax.policy.quantization import SUMMED_AXES
 from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import Prefix, SamplingParams
@@ -102,12 +103,13 @@ def test_tensor_parallel_weights_are_read_as_they_are():
 
 
 def test_another_dtype_is_one_copy():
+    """On a CPU matrices are the bits of bfloat16, and all else is float32."""
     params = tiny.params()
     engine, leaves = tiny_engine(dtype="bfloat16"), len(jax.tree.leaves(params))
     before = len(jax.live_arrays())
     weights = engine.decode_weights(params)
     assert len(jax.live_arrays()) == before + leaves
-    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("uint16"), jnp.dtype("float32")}
     assert not set(pointers(weights)) & set(pointers(params))
     assert engine.decode_weights(weights) is weights
 
@@ -163,14 +165,15 @@ def test_what_the_hand_over_took_is_counted():
     for params in (tiny.params(), rollouts.engine.decode_weights(tiny.params())):
         rollouts.sampler(params, stream=0, sampling=GREEDY)
         took.append(rollouts.reshard)
-    words = sum(leaf.size for leaf in jax.tree.leaves(tiny.params()))
-    assert [reshard.bytes for reshard in took] == [2 * words, 0]
+    words = {name: leaf.size for name, leaf in transformer.flatten(tiny.params()).items()}
+    halved = sum(size for name, size in words.items() if name in SUMMED_AXES)
+    assert [reshard.bytes for reshard in took] == [4 * sum(words.values()) - 2 * halved, 0]
     assert min(one.seconds for one in took) > 0
     # Split over `fsdp` for learning, whole on each device for decoding.
     mesh = mesh_lib.make_mesh(fsdp=4)
     rollouts = Rollouts(tiny_engine(mesh))
     rollouts.sampler(tiny.params_on(mesh), stream=0, sampling=GREEDY)
-    assert rollouts.reshard.bytes == 4 * words
+    assert rollouts.reshard.bytes == 4 * sum(words.values())
 
 
 def test_decode_weights_are_split_over_tensor_only():
@@ -264,8 +267,11 @@ def test_adapters_beside_their_base_are_split_over_tensor_only(weight_dtype):
     query = weights["layers"]["attention"]["query"]
     assert query.a.sharding.shard_shape((2, 32, 4)) == (2, 32, 4)
     assert query.b.sharding.shard_shape((2, 4, 4, 8)) == (2, 4, 2, 8)
-    alone = tiny_engine(mesh, dtype="bfloat16", weight_dtype=weight_dtype)
-    base = alone.decode_weights(lora.split(small_policy(mesh))[0])
+    base = lora.split(small_policy(mesh))[0]
+    if weight_dtype == "model":
+        base = jax.tree.map(lambda weight: weight.astype(jnp.bfloat16), base)
+    else:
+        base = tiny_engine(mesh, dtype="bfloat16", weight_dtype=weight_dtype).decode_weights(base)
     jax.tree.map(np.testing.assert_array_equal, lora.split(weights)[0], base)
 
 
