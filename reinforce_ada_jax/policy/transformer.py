@@ -22,7 +22,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, norm, norm_start, row_adapters
 from reinforce_ada_jax.policy.quantization import Quantized
-from reinforce_ada_jax.policy.rounded import Rounded, rounded, rounding
+from reinforce_ada_jax.policy.rounded import Rounded, round_to_bfloat16, rounding
 
 Params = dict[str, Any]
 Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
@@ -162,7 +162,7 @@ def embed(model: Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array
 def _first_states(model: Decoder, tokens: Int[Array | np.ndarray, "B T"], execution: Execution) -> Array:
     """Returns what enters the first layer; Gemma scales embeddings by sqrt(D)."""
     x = embed(model, tokens).astype(execution.dtype)
-    x = rounded(x) if execution.rounds else x  # as decoding reads the embedding
+    x = round_to_bfloat16(x) if execution.rounds else x  # as decoding reads the embedding
     return x * jnp.asarray(model.architecture.hidden_size**0.5, x.dtype) if model.architecture.is_gemma else x
 
 
@@ -243,7 +243,7 @@ def run(
     indices = jnp.arange(architecture.num_layers)
     (x, carry), of_layers = jax.lax.scan(one_layer, (constrain(x), carry), (stacked, indices))
     x = rowwise(lambda x: norm(architecture, x, model.final_norm[...]), x)
-    return rounded(x).astype(jnp.bfloat16) if execution.rounds else x, carry, of_layers
+    return round_to_bfloat16(x).astype(jnp.bfloat16) if execution.rounds else x, carry, of_layers
 
 
 def causal_attend(query, key, value, layer, carry, *, segment_ids=None):
