@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -12,7 +11,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.platform import Platform, activation_dtype
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
-from reinforce_ada_jax.policy import blocked_attention, cudnn_attention
+from reinforce_ada_jax.policy import blocked_attention, cudnn_attention, rounded
 from reinforce_ada_jax.policy.transformer import Decoder, Execution, SegmentAttend, ShardingConstraint, causal_attend
 
 
@@ -36,9 +35,10 @@ def row_settings(platform: Platform, mesh: Mesh, dtype: DTypeLike) -> dict[str, 
     # between devices in every product (8 times the traffic of gathering weights) and has every device compute the
     # attention of all rows.
     by_row = mesh_lib.sharding(mesh, ("parts", None, None))
-    activations = activation_dtype(dtype, mesh.devices.flat[0].platform)
-    rounds = activations != jnp.dtype(dtype)
-    execution = Execution(activations, rounds, platform.remat, ShardingConstraint(by_row))
+    name = mesh.devices.flat[0].platform
+    execution = Execution(
+        activation_dtype(dtype, name), rounded.applies(dtype, name), platform.remat, ShardingConstraint(by_row)
+    )
     return dict(attend=choose_attention(platform, mesh), execution=execution)
 
 

@@ -1,9 +1,9 @@
 """Implementations of the learner's programs for a platform: every setting with the value "auto" is resolved here."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -78,9 +78,9 @@ def chosen_dtype(config: Config, name: str, num_parameters: int = 0) -> Config:
     return replaced(config, {"model.compute_dtype": "bfloat16" if is_fast else "float32"})
 
 
-def activation_dtype(dtype: DTypeLike, name: str) -> Any:
-    """Returns the type of activations with products in `dtype`: float32 on CPUs (`policy/rounded.py`)."""
-    return jnp.dtype(jnp.float32 if name == "cpu" else dtype)
+def activation_dtype(dtype: DTypeLike, name: str) -> np.dtype:
+    """Returns the type of activations of a model in `dtype`: float32 where its products are rounded."""
+    return jnp.dtype(jnp.float32 if rounded.applies(dtype, name) else dtype)
 
 
 def describe_dtype(dtype: DTypeLike, name: str, num_parameters: int) -> str:

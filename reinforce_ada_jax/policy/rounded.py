@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from reinforce_ada_jax.policy.quantization import SUMMED_AXES
@@ -37,6 +38,11 @@ class Rounded:
     def matrix(self) -> jax.Array:
         """The matrix in bfloat16."""
         return _matrix(self.values)
+
+
+def applies(dtype: DTypeLike, platform: str) -> bool:
+    """Returns True if a model in `dtype` has rounded products on a platform: bfloat16 on CPUs."""
+    return platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16
 
 
 def _matrix(values: Array) -> Array:

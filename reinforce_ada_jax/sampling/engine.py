@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
 from reinforce_ada_jax.distributed.mesh import local_rows
-from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy import lora, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Declared, Params, nest, weight_shapes
 from reinforce_ada_jax.sampling.admission import Lengths
@@ -111,8 +111,8 @@ class Engine:
                 f"sampling.weight_dtype is 'int8', and the experts of {architecture.family} can't be decoded in it: "
                 "set it to 'model'. sampling.kv_dtype may be 'int8'."
             )
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        options = dataclasses.replace(options, rounds=on_cpu and options.dtype == "bfloat16")
+        rounds = rounded.applies(options.dtype, mesh.devices.flat[0].platform)
+        options = dataclasses.replace(options, rounds=rounds)
         self.mesh, self.spans_processes = mesh, mesh.is_multi_process
         self._is_split = learner_mesh is not None and learner_mesh != mesh
         self.architecture, self.options, self.dtype = architecture, options, jnp.dtype(options.dtype)

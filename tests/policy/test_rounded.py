@@ -74,3 +74,11 @@ def test_every_matrix_of_a_dense_layer_is_rounded():
     marked = transformer.flatten(rounded.rounding(params["layers"]))
     names = {f"layers.{name}" for name, leaf in marked.items() if isinstance(leaf, rounded.Rounded)}
     assert names == {name for name in SUMMED_AXES if name.startswith("layers.")}
+
+
+def test_a_processor_on_which_xla_cannot_run_such_products_is_not_faster(monkeypatch):
+    def fails(x, values):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Unsupported element type")
+
+    monkeypatch.setattr(rounded, "_of_rows", fails)
+    assert not rounded.is_faster.__wrapped__()

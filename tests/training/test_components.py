@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, replaced
+from reinforce_ada_jax.policy import rounded
 from reinforce_ada_jax.training import components as components_lib
 from tests.sampling import tiny
 
@@ -32,3 +34,21 @@ def test_slots_are_those_that_small_rounds_keep_busy_on_a_cpu(architecture, plat
 
 def test_commands_without_a_strategy_decode_as_many_rows_as_pay_on_a_cpu():
     assert components_lib.choose_slots(Config(), LARGE, "cpu")[0] == 64
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "processes", "chosen"),
+    [
+        ("large", {}, 1, "bfloat16"), ("small", {}, 1, "float32"), ("large", {}, 2, "float32"),
+        ("large", {"model.compute_dtype": "float32"}, 1, "float32"), (None, {}, 1, "float32"),
+    ],
+)  # fmt: skip
+def test_on_a_fast_cpu_the_precision_goes_by_the_model_that_is_named(model, changes, processes, chosen, monkeypatch):
+    """Another model may be named than the run's own, as by `evaluate --model`; several processes measure nothing."""
+    sizes = {"large": LARGE, "small": SMALL}
+    monkeypatch.setattr(rounded, "is_faster", lambda: True)
+    monkeypatch.setattr(components_lib, "model_folder", lambda path: path)
+    monkeypatch.setattr(components_lib, "read_config", lambda folder: sizes[folder])
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    config = replaced(Config(), {"model.path": "small"} | changes) if model else Config()
+    assert components_lib.for_devices(config, model=model).model.compute_dtype == chosen
