@@ -180,6 +180,19 @@ def test_another_update_is_refused(fake, model, capsys, changes, shift, message)
     assert message in capsys.readouterr().err
 
 
+def test_losses_are_compared_in_sizes_of_their_terms(fake, model, capsys):
+    """Terms of 0.4 and 0.6 of both signs nearly cancel; what rounding changes is a share of them, not of their sum."""
+
+    def off_by(difference: float) -> list[dict]:
+        result = model[2] | {"losses": [loss + difference for loss in model[2]["losses"]]}
+        return answers(result)
+
+    run(*fake(off_by(0.4 * 0.8e-5)))
+    with pytest.raises(SystemExit, match="2"):
+        run(*fake(off_by(0.6 * 2e-5)))
+    assert "our values of loss and those of fake differ by" in capsys.readouterr().err
+
+
 def test_what_is_refused_before_anything_starts(model, capsys):
     flag = (f"--model={model[0]}", "--rows=6")
     for more, message in (
