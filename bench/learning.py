@@ -2,10 +2,10 @@
 
 The task `cipher` is the built-in one (configs/tiny.py), with one right response for each word; in `second_half` many
 responses are right (examples/second_half.py); `words` is the tutorial's (configs/word_problems.py), whose model,
-problems and prompts docs/tutorial.md makes. Every run is `train`, in a process and a work directory of its own: after
-an interruption the same command continues, and a finished run is not repeated. Every algorithm has a run before any has
-two. Seconds are those of collecting and updating, compilation included; compare them within one command on an idle
-machine.
+problems and prompts docs/tutorial.md makes; `maze` is MaxRL's (configs/maze.py), with mazes and a warm start as in
+docs/maze.md. Every run is `train`, in a process and a work directory of its own: after an interruption the same command
+continues, and a finished run is not repeated. Every algorithm has a run before any has two. Seconds are those of
+collecting and updating, compilation included; compare them within one command on an idle machine.
 
 With several --learning_rates each algorithm gets the one that is best on the task at the middle budget of tokens, by
 a run with a seed that is not reported (`TRIAL_SEED`).
@@ -70,6 +70,9 @@ TASKS = {
     "cipher": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 15.0, 60.0, 10),
     "second_half": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 15.0, 60.0, 10, SECOND_HALF),
     "words": Task("word_problems", (60_000, 120_000, 200_000), 0.6, 8, 30.0, 240.0, 20, learning_rate=5e-4),
+    "maze": Task(
+        "maze", (80_000, 160_000, 320_000), 0.5, 8, 120.0, 400.0, 25, {"evaluation.samples": 8}, learning_rate=3e-5
+    ),
 }
 
 

@@ -155,7 +155,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     )  # fmt: skip
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
     flags.DEFINE_list(
-        "task", ["cipher"], "Problems of `learning`: cipher, second_half, words; several of them.", flag_values=values
+        "task", ["cipher"], "Problems of `learning`, of cipher, second_half, words, maze.", flag_values=values
     )
     flags.DEFINE_list(
         "learning_rates", [],

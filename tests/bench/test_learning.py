@@ -146,7 +146,7 @@ def test_an_algorithm_of_the_users_own_is_in_the_table(tmp_path, monkeypatch):
     ("argument", "message"),
     [
         ("--algorithms=ppo", "algorithm 'ppo' is not one of exact-log, "),
-        ("--task=maze", "task 'maze' is not one of cipher, second_half, words"),
+        ("--task=chess", "task 'chess' is not one of cipher, second_half, words, maze"),
         ("--own=mine,mine.py:triple", "must be a name and settings of the section collection"),
     ],
 )
