@@ -4,7 +4,7 @@
     python -m reinforce_ada_jax.sft --config=configs/maze_sft.py --workdir=runs/maze/sft
     python -m reinforce_ada_jax.export --workdir=runs/maze/sft --output=runs/maze/warm
 
-Hardware: two CPU cores, 2 GB of memory.
+Hardware: two CPU cores, 1 GB of memory.
 Source of the numbers: MaxRL's warm start for mazes of 17 x 17 cells (arXiv 2602.02710, appendix "Maze": 1,500 updates
 of 32 with AdamW and learning rate 5e-4; b2, weight decay and the cosine are those of its program). Mazes of 9 x 9 cells
 need fewer updates.

@@ -13,12 +13,12 @@ and validation.jsonl for `sft` ("prompt", "completion"): the first problems, and
 worked answers.
 """
 
-import json
 import pathlib
 import string
 from typing import NamedTuple
 
 import numpy as np
+import problem_files
 from absl import flags
 
 from reinforce_ada_jax import cli
@@ -64,17 +64,10 @@ def make_problem(rng: np.random.Generator, min_letters: int, max_letters: int) -
 
 
 def splits(count: int, heldout: int, min_letters: int, max_letters: int, seed: int) -> tuple[list[Problem], ...]:
-    """Returns (problems, heldout); no problem is there twice."""
+    """Returns (problems, heldout); no problem is there twice. ValueError: there are not as many."""
     rng = np.random.default_rng(seed)
-    distinct: dict[Problem, None] = {}
-    while len(distinct) < count + heldout:
-        distinct[make_problem(rng, min_letters, max_letters)] = None
-    drawn = list(distinct)
+    drawn = problem_files.distinct(lambda: make_problem(rng, min_letters, max_letters), count + heldout)
     return drawn[:count], drawn[count:]
-
-
-def _write(file: pathlib.Path, rows: list[dict[str, str]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 class Sizes(NamedTuple):
@@ -98,13 +91,13 @@ def main(output: pathlib.Path, sizes: Sizes, seed: int) -> None:
                 f"--min_letters={letters[0]} and --max_letters={letters[1]}: a word has at least 2 letters, and the "
                 "first number must not exceed the second."
             )
-    problems, heldout = splits(sizes.problems, sizes.heldout, *letters, seed)
+        problems, heldout = splits(sizes.problems, sizes.heldout, *letters, seed)
     output.mkdir(parents=True)
     for name, asked in (("problems", problems), ("heldout", heldout)):
         rows = [{"id": f"{name}-{n:05d}", "problem": p.text, "answer": str(p.answer)} for n, p in enumerate(asked)]
-        _write(output / f"{name}.jsonl", rows)
+        problem_files.write(output / f"{name}.jsonl", rows)
     for name, worked in (("demonstrations", problems[: sizes.demonstrations]), ("validation", heldout)):
-        _write(output / f"{name}.jsonl", [{"prompt": p.text, "completion": p.solution} for p in worked])
+        problem_files.write(output / f"{name}.jsonl", [{"prompt": p.text, "completion": p.solution} for p in worked])
     words = f"words of {letters[0]} to {letters[1]} letters"
     print(f"{sizes.problems:,} problems, {sizes.heldout:,} held out, {words}: {output}")
 

@@ -9,9 +9,9 @@ if they lead from the start to the goal without touching a wall. The start is in
 lower right one, as in the paper's example. There is one way without detours; moves there and back are allowed, so more
 than one response is right. The model is the paper's: a Qwen2 of 4 layers, width 256, 32 words.
 
-Written are problems.jsonl and heldout.jsonl for `train` and `evaluate` ("problem", "answer"), demonstrations.jsonl and
-validation.jsonl for `sft` ("prompt", "completion"): the first problems, and all that are held out, with their shortest
-ways; and model/, a Hugging Face folder with random weights.
+The command writes problems.jsonl and heldout.jsonl for `train` and `evaluate` ("problem", "answer"), and
+demonstrations.jsonl and validation.jsonl for `sft` ("prompt", "completion"): the first problems, and all that are held
+out, with their shortest ways. model/ is a Hugging Face folder with random weights.
 """
 
 import json
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import problem_files
 import tokenizers
 from absl import flags
 
@@ -104,11 +105,9 @@ def make_maze(rng: np.random.Generator, size: int) -> Maze:
 
 
 def splits(count: int, heldout: int, size: int, seed: int) -> tuple[list[Maze], ...]:
-    """Returns (problems, heldout); no maze is there twice."""
-    rng, distinct = np.random.default_rng(seed), {}
-    while len(distinct) < count + heldout:
-        distinct[make_maze(rng, size)] = None
-    drawn = list(distinct)
+    """Returns (problems, heldout); no maze is there twice. ValueError: there are not as many (192 of 7 x 7 cells)."""
+    rng = np.random.default_rng(seed)
+    drawn = problem_files.distinct(lambda: make_maze(rng, size), count + heldout)
     return drawn[:count], drawn[count:]
 
 
@@ -161,10 +160,6 @@ def write_model(folder: pathlib.Path, seed: int) -> None:
         huggingface.save(folder, architecture, params, tokenizer_from=written)
 
 
-def _write(file: pathlib.Path, rows: list[dict[str, str]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 class Sizes(NamedTuple):
     """Numbers of problems, of worked answers among them, of problems held out, and of cells of a side."""
 
@@ -181,20 +176,22 @@ def main(output: pathlib.Path, sizes: Sizes, seed: int) -> None:
             raise ValueError(f"{output} exists already: remove it, or give another --output.")
         if sizes.size % 2 == 0:
             raise ValueError(f"--size={sizes.size} must be odd: walls and rooms take turns.")
-    problems, heldout = splits(sizes.problems, sizes.heldout, sizes.size, seed)
+        problems, heldout = splits(sizes.problems, sizes.heldout, sizes.size, seed)
     output.mkdir(parents=True)
     for name, mazes in (("problems", problems), ("heldout", heldout)):
         rows = [{"id": f"{name}-{n:06d}", "problem": maze.problem, "answer": maze.text} for n, maze in enumerate(mazes)]
-        _write(output / f"{name}.jsonl", rows)
+        problem_files.write(output / f"{name}.jsonl", rows)
     for name, mazes in (("demonstrations", problems[: sizes.demonstrations]), ("validation", heldout)):
-        _write(output / f"{name}.jsonl", [{"prompt": maze.problem, "completion": maze.solution} for maze in mazes])
+        problem_files.write(
+            output / f"{name}.jsonl", [{"prompt": maze.problem, "completion": maze.solution} for maze in mazes]
+        )
     write_model(output / "model", seed)
     print(f"{sizes.problems:,} mazes of {sizes.size} x {sizes.size} cells, {sizes.heldout:,} held out: {output}")
 
 
 if __name__ == "__main__":
     OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.", required=True)
-    SIZE = flags.DEFINE_integer("size", 9, "Cells of a side, walls included; odd.", 7, 21)
+    SIZE = flags.DEFINE_integer("size", 9, "Cells of a side, walls included; odd.", 7, 17)
     PROBLEMS = flags.DEFINE_integer("problems", 20_000, "Mazes to train on.", 1, 2 * 10**6)
     DEMONSTRATIONS = flags.DEFINE_integer("demonstrations", 6_400, "Of these, mazes with their shortest way.", 1)
     HELDOUT = flags.DEFINE_integer("heldout", 256, "Mazes held out.", 1, 10**6)

@@ -8,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.rewards import math_answer
 from tests.running import CONFIGS, ROOT, environment, load
 
-EXAMPLE = load(ROOT / "examples" / "char_count.py")
+EXAMPLE = user_code.run(ROOT / "examples" / "char_count.py")
 
 
 def test_a_worked_answer_has_a_line_for_each_letter_and_ends_in_the_count():
