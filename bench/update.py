@@ -119,7 +119,7 @@ def _term_size(examples: list[dict[str, Any]]) -> float:
 def _gaps(
     ours: list[dict[str, float]], theirs: list[dict[str, float]], name: str, limit: float, term_size: float
 ) -> dict[str, float]:
-    """Differences of the losses of the first updates, in `term_size`, and of the norm of the first gradient, relative.
+    """Returns the gap of the first updates' losses, in `term_size`, and the relative gap of the first gradient's norm.
 
     The terms of a loss nearly cancel (0.03 is left of 0.48 with 16 rows), so a relative difference of losses would
     count their rounding many times.
