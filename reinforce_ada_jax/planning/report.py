@@ -50,11 +50,10 @@ def engine_options(config: Config, architecture: Architecture, platform: str) ->
     """Returns the options of the run's engine; ValueError if sampling.attention is another platform's."""
     # Which tokens end a response changes no size, and the tokenizer that says so may not be here.
     options = components_lib.engine_options(config, architecture, architecture.eos_ids or (0,))
-    own = "jnp" if architecture.window else FOR_PLATFORM[platform]
+    own = FOR_PLATFORM[platform]
     attention = own if config.sampling.attention == "auto" else config.sampling.attention
     if attention not in (own, "jnp"):
-        takes = "auto or jnp for a model with sliding windows" if architecture.window else f"auto, {own} or jnp"
-        raise ValueError(f"sampling.attention is {attention!r}: a {platform.upper()} takes {takes}.")
+        raise ValueError(f"sampling.attention is {attention!r}: a {platform.upper()} takes auto, {own} or jnp.")
     options = dataclasses.replace(options, attention=attention)
     return with_drafts(options, architecture, config.sampling.drafts, platform)
 

@@ -27,21 +27,15 @@ FOR_PLATFORM = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 BATCH_BYTES = 2**19
 
 
-def choose_backend(name: str, numerics: str = "fast", *, window: int = 0) -> str:
+def choose_backend(name: str, numerics: str = "fast") -> str:
     """Returns `name`, or for "auto" the backend of the platform; with invariant numerics "invariant".
 
-    With sliding layers (`Architecture.window`) it is never a kernel.
-
     Raises:
-      ValueError: invariant numerics on devices that are no CPUs, or a kernel for a model with sliding layers.
+      ValueError: invariant numerics on devices that are no CPUs.
     """
     if numerics == "invariant":
         invariant.check_platform(jax.default_backend())
         return "invariant"
-    if window:
-        if name not in ("auto", "jnp"):
-            raise ValueError(f"sampling.attention is {name!r}, which has no sliding windows: set it to 'auto'.")
-        return "jnp"
     return FOR_PLATFORM.get(jax.default_backend(), "jnp") if name == "auto" else name
 
 
@@ -74,25 +68,44 @@ def paged_attention(
       table: physical pages of each slot in order; entries beyond its length must be valid page numbers.
       backend: one of `BACKENDS`.
       mesh: where heads are split over `tensor`; the kernels need it, XLA finds out for itself.
-      reach: a slot sees only this many of its last tokens (`LayerPlace.reach`); None: all. The kernels take None only.
+      reach: a slot sees only this many of its last tokens (`LayerPlace.reach`); None: all.
     """
-    if backend == "jnp":
-        return _live_pages(query, key_pages, value_pages, lengths, table, reach)
     if backend == "invariant":
         return _by_tiles(query, key_pages, value_pages, lengths, table, reach)
+    start = None
+    if reach is not None:
+        lengths, table, start = seen_pages(lengths, table, key_pages.shape[2], reach)
+    if backend == "jnp":
+        return _live_pages(query, key_pages, value_pages, lengths, table, start)
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} is not one of {', '.join(BACKENDS)}.")
-    if reach is not None:
-        raise ValueError(f"attention backend {backend!r} has no sliding windows: set sampling.attention to 'auto'.")
     if mesh is None:
         raise ValueError(f"attention backend {backend!r} needs the mesh that its heads are split over.")
     from reinforce_ada_jax.sampling import pallas_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
 
     kernels = {"pallas_tpu": pallas_attention.pallas_tpu, "pallas_gpu": pallas_attention.pallas_gpu}
-    return kernels[backend](query, key_pages, value_pages, lengths, table, mesh=mesh)
+    return kernels[backend](query, key_pages, value_pages, lengths, table, start, mesh=mesh)
 
 
-def _live_pages(query, key_pages, value_pages, lengths, table, reach):
+def seen_pages(
+    lengths: Int[Array | np.ndarray, " S"],
+    table: Int[Array | np.ndarray, "S width"],
+    page_size: int,
+    reach: Int[Array, ""],
+) -> tuple[Int[Array, " S"], Int[Array, "S width"], Int[Array, " S"]]:
+    """Returns what slots see of their last `reach` tokens: (lengths, table, start).
+
+    The table begins with the first page in which a token is seen; lengths and `start`, the first token that is seen,
+    count from there. So pages before the window are not read.
+    """
+    start = jnp.maximum(lengths - reach, 0)
+    first = start // page_size
+    column = jnp.minimum(first[:, None] + jnp.arange(table.shape[1])[None], table.shape[1] - 1)
+    before = first * page_size
+    return jnp.asarray(lengths - before), jnp.take_along_axis(jnp.asarray(table), column, axis=1), start - before
+
+
+def _live_pages(query, key_pages, value_pages, lengths, table, start):
     """Puts the live pages of all slots into one row, and computes a batch of them at a time.
 
     Each page gives a softmax of its own (largest score, sum, weighted values); those of a slot are joined at the end.
@@ -111,6 +124,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table, reach):
     slot = jnp.repeat(jnp.arange(num_slots), counts, total_repeat_length=most)
     column = jnp.clip(jnp.arange(most) - first[slot], 0, width - 1)
     page, tokens = table[slot, column], lengths[slot] - column * page_size
+    unseen = None if start is None else start[slot] - column * page_size
     # K first, as in the pages: otherwise XLA would transpose the pages, which are many times as large.
     grouped = pad_head_dim(query * head_dim**-0.5, key_pages)
     grouped = grouped.reshape(num_slots, kv_heads, group, padded_dim).swapaxes(0, 1)
@@ -127,8 +141,8 @@ def _live_pages(query, key_pages, value_pages, lengths, table, reach):
         if isinstance(keys, Quantized):
             scores = scores * keys.scale
         seen = jnp.arange(page_size)[None] < these(tokens)[:, None]
-        if reach is not None:
-            seen = seen & (jnp.arange(page_size)[None] >= these(tokens)[:, None] - reach)
+        if unseen is not None:
+            seen = seen & (jnp.arange(page_size)[None] >= these(unseen)[:, None])
         scores = jnp.where(seen[None, :, None], scores, -jnp.inf)
         # Beyond the last live page the scores are those of another page, or none at all; nobody reads them.
         largest = jnp.maximum(scores.max(-1), jnp.finfo(jnp.float32).min)

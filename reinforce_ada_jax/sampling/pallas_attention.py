@@ -1,4 +1,5 @@
-"""Attention of one new token per slot over pages, as Pallas kernels: JAX's own for TPU, and ours for GPU and int8.
+"""Attention of one new token per slot over pages, as Pallas kernels: JAX's own for TPU, and ours for GPU, for pages in
+int8 and for sliding windows on TPU.
 
 Same meaning as `paged_attention.paged_attention`, which dispatches here. Both read a slot's live pages only, and run
 inside `shard_map` over the mesh axis `tensor`, each device with its own heads. Pages are assigned in pages.py and
@@ -60,6 +61,11 @@ def _over_heads(
     return attend(query, key_pages, *rest)[..., :head_dim]
 
 
+def _seen(lengths: jax.Array | np.ndarray, start: jax.Array | np.ndarray | None) -> Int[Array, "S 2"]:
+    """Returns the first token that each slot sees, and the end of its tokens."""
+    return jnp.stack([jnp.zeros_like(lengths) if start is None else jnp.asarray(start), jnp.asarray(lengths)], axis=1)
+
+
 # ---- TPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +88,7 @@ def pallas_tpu(
     value_pages: Pages | np.ndarray,
     lengths: Int[Array | np.ndarray, " S"],
     table: Int[Array | np.ndarray, "S width"],
+    start: Int[Array | np.ndarray, " S"] | None = None,
     *,
     mesh: Mesh,
     interpret: bool = False,
@@ -89,7 +96,8 @@ def pallas_tpu(
     """Computes `paged_attention` with JAX's own kernel, which rounds keys and values to bfloat16.
 
     Values beyond a slot's length must be finite: the kernel masks scores by adding to them. Pages in int8 have a kernel
-    of their own: JAX's would make scales as wide as the head, four times the size of the pages.
+    of their own: JAX's would make scales as wide as the head, four times the size of the pages. So have windows, where
+    a slot sees the tokens from `start`, in its first page, on.
 
     Raises:
       ValueError: the pool isn't `padded_head_dim` wide, or the page table is too large for a TPU's scalar memory.
@@ -97,7 +105,8 @@ def pallas_tpu(
     slots, width = table.shape
     page_size = key_pages.shape[2]
     blocks, block_pages = tpu_blocks(width, page_size)
-    table_bytes = 4 * slots * (blocks * block_pages + 1)
+    is_own = isinstance(key_pages, Quantized) or start is not None
+    table_bytes = 4 * slots * (blocks * block_pages + 1 + is_own)
     if table_bytes >= TPU_SCALAR_BYTES:
         raise ValueError(
             f"a page table of {slots} slots and {width} pages each takes {table_bytes:,} bytes, and a TPU's scalar "
@@ -106,11 +115,10 @@ def pallas_tpu(
 
     table = jnp.pad(table, ((0, 0), (0, blocks * block_pages - width)))
     num_cores = getattr(mesh.devices.flat[0], "num_cores", 1)  # CPUs have none
-    if isinstance(key_pages, Quantized):
-        attend = functools.partial(
-            _tpu_int8, block_pages=block_pages, scale=query.shape[-1] ** -0.5, interpret=interpret
-        )
-        return _over_heads(attend, query, key_pages, value_pages, lengths, table, mesh=mesh, backend="pallas_tpu")
+    if is_own:
+        own = functools.partial(_tpu_own, block_pages=block_pages, scale=query.shape[-1] ** -0.5, interpret=interpret)
+        seen = _seen(lengths, start)
+        return _over_heads(own, query, key_pages, value_pages, seen, table, mesh=mesh, backend="pallas_tpu")
 
     def attend(query, key_pages, value_pages, lengths, table):
         # The generic interpreter: the simulator of a TPU, which the mode is named after, can hang on two cores.
@@ -129,11 +137,11 @@ def pallas_tpu(
     return mixed.astype(query.dtype)
 
 
-def _tpu_int8_kernel(
-    length_ref,  # [slots]
+def _tpu_kernel(
+    seen_ref,  # [slots * 2], of each slot the first token that it sees, and their end
     table_ref,  # [slots * width]
     query_ref,  # [K, group, H]
-    pools,  # keys and values, each values [K, pages, page_size, H] and scale [K, pages, 1, page_size], not yet read
+    pools,  # keys and values, each [K, pages, page_size, H], or Quantized; not yet read
     mixed_ref,  # [K, group, H]
     buffers,  # of the same structure: two blocks of pages, [2, block_pages, K, ...]
     arrived,  # [2]
@@ -141,9 +149,10 @@ def _tpu_int8_kernel(
     scale: float,
 ):
     """Computes all heads of one slot: online softmax over blocks of pages; the next block is copied meanwhile."""
-    slot, length = pl.program_id(0), length_ref[pl.program_id(0)]
-    width = table_ref.shape[0] // length_ref.shape[0]
-    _, block_pages, kv_heads, page_size, head_dim = buffers[0].values.shape
+    slot = pl.program_id(0)
+    first_token, length = seen_ref[2 * slot], seen_ref[2 * slot + 1]
+    width = 2 * table_ref.shape[0] // seen_ref.shape[0]
+    _, block_pages, kv_heads, page_size, head_dim = jax.tree.leaves(buffers[0])[0].shape
     block_tokens, group, dtype = block_pages * page_size, query_ref.shape[1], query_ref.dtype
     num_blocks = pl.cdiv(length, block_tokens)
 
@@ -164,13 +173,19 @@ def _tpu_int8_kernel(
             copy.wait()
         shape = (block_pages, group, page_size)
         token = block * block_tokens + page_size * jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-        live = token + jax.lax.broadcasted_iota(jnp.int32, shape, 2) < length
+        token = token + jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+        live = (token >= first_token) & (token < length)
+
+        def load(buffer, head):
+            """Returns the numbers of a head, and their scales; 1 where the pages have none."""
+            if isinstance(buffer, Quantized):
+                return buffer.values[block % 2, :, head].astype(jnp.float32).astype(dtype), buffer.scale[
+                    block % 2, :, head
+                ]
+            return buffer[block % 2, :, head].astype(dtype), 1.0
 
         def one_head(head, mixed, max_score, total):
-            (key, key_scale), (value, value_scale) = (
-                (buffer.values[block % 2, :, head].astype(jnp.float32).astype(dtype), buffer.scale[block % 2, :, head])
-                for buffer in buffers
-            )
+            (key, key_scale), (value, value_scale) = (load(buffer, head) for buffer in buffers)
             query = jnp.broadcast_to(query_ref[head][None], (block_pages, group, head_dim))
             dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
             scores = jnp.where(live, dot("pgh,pth->pgt", query, key) * (scale * key_scale), NO_SCORE)
@@ -193,8 +208,8 @@ def _tpu_int8_kernel(
         mixed_ref[head] = (mixed / jnp.where(total > 0, total, 1.0))[0].astype(dtype)
 
 
-def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int, scale: float, interpret: bool):
-    """Returns attention over pages in int8 of all slots, on one device."""
+def _tpu_own(query, key_pages, value_pages, seen, table, *, block_pages: int, scale: float, interpret: bool):
+    """Returns attention of all slots, on one device."""
     (slots, heads, padded_dim), kv_heads = query.shape, key_pages.shape[0]
     query = query.reshape(slots, kv_heads, heads // kv_heads, padded_dim)
     own = pl.BlockSpec((None, *query.shape[1:]), lambda s, *_: (s, 0, 0, 0))
@@ -205,7 +220,7 @@ def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int
         return pltpu.VMEM((2, block_pages, heads, *page), pool.dtype)
 
     mixed = pl.pallas_call(
-        functools.partial(_tpu_int8_kernel, scale=scale),
+        functools.partial(_tpu_kernel, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(slots,),
@@ -217,8 +232,8 @@ def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int
         # A slot needs nothing of another one: where two cores are one device, each has half of them.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
-        name="paged_attention_int8",
-    )(lengths, table.reshape(-1), query, pools)
+        name="paged_attention_own",
+    )(seen.reshape(-1), table.reshape(-1), query, pools)
     return mixed.reshape(slots, heads, padded_dim)
 
 
@@ -228,7 +243,7 @@ def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int
 def _gpu_kernel(
     query_ref,  # [rows, H]
     pools,  # keys and values, each [pages, page_size, H], or Quantized; not yet read
-    length_ref,  # []
+    seen_ref,  # [2], the first token that the slot sees, and their end
     table_ref,  # [width]
     mixed_ref,  # [rows, H]
     max_score_ref,  # [rows]
@@ -238,7 +253,7 @@ def _gpu_kernel(
 ):
     """Computes one split of a slot and kv head: softmax numerators times values, the maximum score, and their sum."""
     split, num_splits = pl.program_id(2), pl.num_programs(2)
-    page_size, length = pools[0].shape[1], length_ref[...]
+    page_size, start, length = pools[0].shape[1], seen_ref[0], seen_ref[1]
     query = query_ref[...]
 
     def load(ref, page, offset):
@@ -250,7 +265,7 @@ def _gpu_kernel(
     def one_block(block, carry):
         mixed, max_score, total = carry
         token = block * GPU_BLOCK_TOKENS + jnp.arange(GPU_BLOCK_TOKENS)
-        live = token < length
+        live = (token >= start) & (token < length)
         # Beyond the length the last live token is read again, so nothing else need be finite.
         token = jnp.minimum(token, length - 1)
         page, offset = table_ref[token // page_size], token % page_size
@@ -264,9 +279,9 @@ def _gpu_kernel(
         mixed = mixed * shrink[:, None] + dot((weights * value_scale[None]).astype(query.dtype), value)
         return mixed, new_max, total * shrink + weights.sum(axis=1)
 
-    num_blocks = pl.cdiv(length, GPU_BLOCK_TOKENS)
-    share = pl.cdiv(num_blocks, num_splits)
-    first = split * share
+    first_block, num_blocks = start // GPU_BLOCK_TOKENS, pl.cdiv(length, GPU_BLOCK_TOKENS)
+    share = pl.cdiv(num_blocks - first_block, num_splits)
+    first = first_block + split * share
     num_rows = query.shape[0]
     nothing = (
         jnp.zeros(query.shape, jnp.float32),
@@ -283,11 +298,14 @@ def pallas_gpu(
     value_pages: Pages | np.ndarray,
     lengths: Int[Array | np.ndarray, " S"],
     table: Int[Array | np.ndarray, "S width"],
+    start: Int[Array | np.ndarray, " S"] | None = None,
     *,
     mesh: Mesh,
     interpret: bool = False,
 ) -> Float[Array, "S N H"]:
     """Computes `paged_attention` as flash decoding (Dao et al. 2023) in Triton: online softmax in float32.
+
+    With `start` a slot sees the tokens from there on, which is in its first page.
 
     A program reads the live tokens of one slot and kv head; where slots and heads are few, several share them. The
     kernel shipped with JAX is deprecated since 0.11, and rounds unnormalised parts to the query's dtype.
@@ -297,7 +315,7 @@ def pallas_gpu(
     """
     scale = 1 / math.sqrt(query.shape[-1])
 
-    def attend(query, key_pages, value_pages, lengths, table):
+    def attend(query, key_pages, value_pages, seen, table):
         (slots, heads, padded_dim), kv_heads = query.shape, key_pages.shape[0]
         group = heads // kv_heads
         rows = max(TRITON_TILE, 1 << (group - 1).bit_length())
@@ -312,13 +330,13 @@ def pallas_gpu(
 
         pool = jax.tree.map(lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda s, k, i: (k, 0, 0, 0)), key_pages)
         one_query = pl.BlockSpec((None, None, rows, padded_dim), lambda s, k, i: (s, k, 0, 0))
-        one_length = pl.BlockSpec((None,), lambda s, k, i: (s,))
+        one_seen = pl.BlockSpec((None, 2), lambda s, k, i: (s, 0))
         one_table = pl.BlockSpec((None, table.shape[1]), lambda s, k, i: (s, 0))
         shape = (slots, kv_heads, splits, rows)
         mixed, max_score, total = pl.pallas_call(
             functools.partial(_gpu_kernel, scale=scale),
             grid=(slots, kv_heads, splits),
-            in_specs=[one_query, (pool, pool), one_length, one_table],
+            in_specs=[one_query, (pool, pool), one_seen, one_table],
             out_specs=[part(rows, padded_dim), part(rows), part(rows)],
             out_shape=[
                 jax.ShapeDtypeStruct((*shape, padded_dim), jnp.float32),
@@ -328,11 +346,12 @@ def pallas_gpu(
             compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
             interpret=interpret,
             name="paged_attention",
-        )(query, (key_pages, value_pages), lengths, table)
+        )(query, (key_pages, value_pages), seen, table)
         weight = jnp.exp(max_score - max_score.max(axis=2, keepdims=True))
         total = jnp.sum(total * weight, axis=2)
         mixed = jnp.sum(mixed * weight[..., None], axis=2) / jnp.where(total > 0, total, 1)[..., None]
         return mixed[:, :, :group].reshape(slots, heads, padded_dim)
 
-    mixed = _over_heads(attend, query, key_pages, value_pages, lengths, table, mesh=mesh, backend="pallas_gpu")
+    seen = _seen(lengths, start)
+    mixed = _over_heads(attend, query, key_pages, value_pages, seen, table, mesh=mesh, backend="pallas_gpu")
     return mixed.astype(query.dtype)

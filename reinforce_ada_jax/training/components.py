@@ -233,7 +233,7 @@ def engine_options(
         stop_ids=stop_ids,
         seed=config.seed,
         dtype=config.model.compute_dtype,
-        attention=choose_backend(sampling.attention, config.model.numerics, window=architecture.window),
+        attention=choose_backend(sampling.attention, config.model.numerics),
         kv_dtype=sampling.kv_dtype,
         weight_dtype=sampling.weight_dtype,
         adapters=_adapters_apart(config),

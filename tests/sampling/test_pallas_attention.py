@@ -8,7 +8,7 @@ import pytest
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy.quantization import quantize
 from reinforce_ada_jax.sampling import pallas_attention
-from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention
+from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention, seen_pages
 from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim, pallas_gpu, pallas_tpu, tpu_blocks
 
 WIDTH = 4
@@ -54,20 +54,41 @@ def wider(pages, backend):
     return np.pad(pages, ((0, 0), (0, 0), (0, 0), (0, padded_head_dim(head_dim, backend) - head_dim)))
 
 
-def run(backend, case, dtype=jnp.float32, **axes):
+def run(backend, case, dtype=jnp.float32, reach=None, **axes):
     query, key_pages, value_pages, lengths, table = case
+    start = None
+    if reach is not None:
+        lengths, table, start = seen_pages(lengths, table, key_pages.shape[2], reach)
     attend = functools.partial(FUNCTIONS[backend], mesh=make_mesh(**axes), interpret=True)
     pools = (jnp.asarray(wider(pages, backend), dtype) for pages in (key_pages, value_pages))
-    mixed = jax.jit(attend)(jnp.asarray(query, dtype), *pools, lengths, table)
+    mixed = jax.jit(attend)(jnp.asarray(query, dtype), *pools, lengths, table, start)
     assert mixed.dtype == dtype and mixed.shape == query.shape
     return np.asarray(mixed, np.float32)
 
 
-def expected(case, dtype=jnp.float32):
+def expected(case, dtype=jnp.float32, reach=None):
     """By the jnp backend, with zeros where no slot looks (it doesn't take NaN there)."""
     query, key_pages, value_pages, lengths, table = case
     clean = (jnp.asarray(np.nan_to_num(pages), dtype) for pages in (key_pages, value_pages))
-    return np.asarray(by_jnp(jnp.asarray(query, dtype), *clean, lengths, table), np.float32)
+    return np.asarray(by_jnp(jnp.asarray(query, dtype), *clean, lengths, table, reach=reach), np.float32)
+
+
+def windowed(case, reach):
+    """Softmax of each slot over its last `reach` tokens alone, in numpy."""
+    query, key_pages, value_pages, lengths, table = (np.nan_to_num(part) for part in case)
+    kv_heads, _, page_size, head_dim = key_pages.shape
+    mixed = np.zeros_like(query)
+    for slot, length in enumerate(lengths):
+        tokens = np.arange(max(0, length - reach), length)
+        if not len(tokens):
+            continue
+        page, offset = table[slot, tokens // page_size], tokens % page_size
+        for head, vector in enumerate(query[slot]):
+            own = head * kv_heads // query.shape[1]
+            scores = key_pages[own, page, offset] @ vector / head_dim**0.5
+            weights = np.exp(scores - scores.max())
+            mixed[slot, head] = weights @ value_pages[own, page, offset] / weights.sum()
+    return mixed
 
 
 # Keys and values are bfloat16 numbers, so JAX's kernel, which rounds them to that, rounds nothing here.
@@ -115,6 +136,30 @@ def test_pages_in_int8(backend, sizes, monkeypatch):
     mixed = attend(query, *(int8(wider(pages, backend)) for pages in pools), lengths, table)
     plain = by_jnp(query, *map(int8, pools), lengths, table)
     np.testing.assert_allclose(mixed, plain, atol=1e-5, rtol=0)
+
+
+# Inside a page, a page exactly, past the middle of a block of 64 tokens, more than any slot has.
+@pytest.mark.parametrize("reach", [1, 9, 16, 33, 100, 10**6])
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=str)
+@pytest.mark.parametrize("backend", ["jnp", *FUNCTIONS])
+def test_a_window_hides_what_lies_before_it(backend, sizes, reach):
+    page_size, head_dim, heads, kv_heads, axes = sizes
+    lengths = np.array([0, 1, page_size, 2 * page_size + 3, WIDTH * page_size - 1, WIDTH * page_size], np.int32)
+    case = make_case(page_size, head_dim, heads, kv_heads, 1e4, lengths)
+    reach = jnp.int32(reach)
+    mixed = expected(case, reach=reach) if backend == "jnp" else run(backend, case, reach=reach, **axes)
+    np.testing.assert_allclose(mixed, windowed(case, int(reach)), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", FUNCTIONS)
+def test_pages_before_a_window_are_not_read(backend):
+    query, key_pages, value_pages, lengths, table = make_case(16, 128, 4, 2, 1e4, np.array([64, 50], np.int32))
+    for slot, column in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):  # windows begin in pages 3 and 2
+        for pages in (key_pages, value_pages):
+            pages[:, table[slot, column]] = np.nan
+    case = query, key_pages, value_pages, lengths, table
+    mixed = run(backend, case, reach=jnp.int32(5))
+    np.testing.assert_allclose(mixed, windowed(case, 5), atol=1e-5, rtol=0)
 
 
 def test_in_float32_the_tpu_kernel_rounds_keys_and_values_to_bfloat16():
