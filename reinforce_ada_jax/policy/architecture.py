@@ -1,31 +1,39 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
-Nine families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
+Ten families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
 on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral (that of Llama, also with a
 sliding window), SmolLM3 (layers without rotary positions), OLMo 2 (norms after attention and feed-forward, and one norm
-over all queries of a token, and over all keys) and Gemma 3 (sliding layers with a rotary base of their own, norms
-before and after, GeGLU, a scaled embedding), and with experts Qwen3-MoE (as Qwen3) and OLMoE (queries and keys normed
-as in OLMo 2). Everything that sets them apart is a field here.
+over all queries of a token, and over all keys), OLMo 3 (that of OLMo 2 with sliding layers) and Gemma 3 (sliding layers
+with a rotary base of their own, norms before and after, GeGLU, a scaled embedding), and with experts Qwen3-MoE (as
+Qwen3) and OLMoE (queries and keys normed as in OLMo 2). Everything that sets them apart is a field here.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from reinforce_ada_jax.policy import rotary
+from reinforce_ada_jax.policy.rotary import RopeScaling
+
 CLASS_NAMES = {
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "olmo3": "Olmo3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
 }  # fmt: skip
 # Defaults for a config.json without the key, as in transformers.
-MAX_POSITIONS = {"llama": 2048, "olmo2": 2048, "olmoe": 4096, "mistral": 4096 * 32, "gemma3_text": 4096 * 32}
+MAX_POSITIONS = {
+    "llama": 2048, "olmo2": 2048, "olmo3": 2048, "olmoe": 4096, "mistral": 4096 * 32, "gemma3_text": 4096 * 32,
+}  # fmt: skip
+THETAS = {"olmo3": 5e5, "gemma3_text": 1e6}  # of other families: 1e4
+EPSILONS = {"olmo2": 1e-5, "olmo3": 1e-5, "olmoe": 1e-5}  # of other families: 1e-6
+PATTERNS = {"olmo3": 4, "gemma3_text": 6}  # the last of that many layers does not slide
 HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256}  # of other families: hidden_size / num_attention_heads
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # The width of an expert by family; all layers have experts.
 EXPERT_SIZES = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
-ROPE_NUMBERS = (
-    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-)  # fmt: skip
+# Sizes that the text part of an image model leaves out (Gemma 3 4B, 12B and 27B).
+TEXT_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 # The largest that a file may ask for.
 MOST = {
     "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2**12,
@@ -33,16 +41,6 @@ MOST = {
     "sliding_window": 2**31 - 1, "sliding_window_pattern": 2**12, "moe_intermediate_size": 2**22,
     "num_experts": 2**12, "num_experts_per_tok": 2**12,
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3's stretching of the slow rotary frequencies (`rope_type` "llama3")."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_positions: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,8 @@ class Architecture:
     unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary positions
     window: int = 0  # tokens that a token sees in a sliding layer, itself included; 0: no layer slides
     sliding_layers: tuple[int, ...] = ()  # their indices
-    sliding_theta: float | None = None  # rotary base in them; None: `rope_theta`
+    sliding_theta: float | None = None  # rotary base in them, without scaling; None: as in the other layers
+    query_scalar: float | None = None  # by its root scores are divided; None: by that of `head_dim`
     is_gemma: bool = False  # norms multiply by 1 + weight, GELU, the embedding times the root of its width
     num_experts: int = 0  # MLPs of a layer, of which a router chooses some for each token; 0: one MLP for all tokens
     experts_per_token: int = 0
@@ -111,26 +110,9 @@ class Architecture:
 def _rope(config: dict[str, Any], family: str) -> tuple[float, RopeScaling | None]:
     # transformers 5 writes one `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`.
     parameters = config.get("rope_parameters") or {}
-    parameters = parameters.get("full_attention", parameters)  # Gemma's are those of its two kinds of layers
-    scaling = parameters if parameters else (config.get("rope_scaling") or {})
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or (1e6 if family == "gemma3_text" else 1e4)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return float(theta), None
-    if kind != "llama3":
-        raise ValueError(
-            f"config.json asks for rotary scaling {kind!r} ({family}); supported are the default and 'llama3'. Remove "
-            "rope_scaling if the model is to be used within its original length."
-        )
-    missing = [key for key in ROPE_NUMBERS[1:] if key not in scaling]
-    if missing:
-        raise ValueError(f"config.json asks for rotary scaling 'llama3' but lacks {', '.join(missing)}.")
-    return float(theta), RopeScaling(
-        factor=float(scaling["factor"]),
-        low_frequency_factor=float(scaling["low_freq_factor"]),
-        high_frequency_factor=float(scaling["high_freq_factor"]),
-        original_positions=int(scaling["original_max_position_embeddings"]),
-    )
+    parameters = parameters.get("full_attention", parameters)  # Gemma and OLMo 3 have them for each kind of layer
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or THETAS.get(family, 1e4))
+    return theta, rotary.from_config(parameters if parameters else (config.get("rope_scaling") or {}), theta)
 
 
 def _whole(value: Any, least: int, most: int) -> bool:
@@ -150,14 +132,14 @@ def _check_values(config: dict[str, Any], needed: Sequence[str]) -> None:
     for key, most in MOST.items():
         if config.get(key) is not None or key in needed:
             require(key, _whole(config[key], 1, most), f"a whole number from 1 to {most:,}")
-    for key in ("rms_norm_eps", "rope_theta", "rope_local_base_freq"):
+    for key in ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"):
         value = config.get(key)
         require(key, value is None or (type(value) in (int, float) and 0 < value < 2**53), "a number above 0")
     for key in ("rope_scaling", "rope_parameters"):
         scaling = config.get(key) or {}
         require(key, isinstance(scaling, dict), "an object")
         for part in [scaling, *(value for value in scaling.values() if isinstance(value, dict))]:
-            numbers = [value for name, value in part.items() if name in ROPE_NUMBERS]
+            numbers = [value for name, value in part.items() if name in rotary.NUMBERS and value is not None]
             right = all(type(value) in (int, float) and 0 < value < 2**53 for value in numbers)
             require(key, right, "of numbers above 0")
     ends, start = _ids(config.get("eos_token_id")), config.get("bos_token_id")
@@ -192,13 +174,13 @@ def _unrotated_layers(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
-    """The layers with a sliding window: all of Mistral; of Gemma those of `layer_types`, else all but each sixth."""
+    """The layers with a sliding window: all of Mistral; otherwise by `layer_types`, or all but each `PATTERNS`-th."""
     layers = config["num_hidden_layers"]
     if family == "mistral":
         return tuple(range(layers)) if config.get("sliding_window") is not None else ()
-    if family != "gemma3_text":
+    if family not in PATTERNS:
         return ()
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or PATTERNS[family]
     kinds = config.get("layer_types") or [
         "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)
     ]
@@ -210,13 +192,14 @@ def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
-def _sliding_theta(config: dict[str, Any]) -> float:
+def _sliding_theta(config: dict[str, Any], theta: float) -> float:
+    """Returns the rotary base of sliding layers; `theta` is that of the others."""
     parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     if parameters.get("rope_type", "default") != "default":
         raise ValueError(
             f"config.json asks for rotary scaling {parameters!r:.80} of sliding layers; none is supported."
         )
-    return float(parameters.get("rope_theta") or config.get("rope_local_base_freq") or 1e4)
+    return float(parameters.get("rope_theta") or config.get("rope_local_base_freq") or theta)
 
 
 def _experts(config: dict[str, Any], family: str) -> dict[str, Any]:
@@ -231,37 +214,15 @@ def _experts(config: dict[str, Any], family: str) -> dict[str, Any]:
     )
 
 
-def from_hf(config: dict[str, Any]) -> Architecture:
-    """The architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
-
-    Raises ValueError where this decoder does not compute it, or a size is missing.
-    """
-    family = config.get("model_type")
-    if "collection" in config:
-        raise ValueError("config.json is that of a run: `export` writes its weights as a folder to name here.")
-    if not isinstance(family, str) or family not in CLASS_NAMES:
-        raise ValueError(
-            f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} "
-            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2, Gemma 3, Qwen3-MoE, OLMoE)."
-        )
-    needed = NEEDED
-    if family in EXPERT_SIZES:
-        needed = (*NEEDED, "num_experts", "num_experts_per_tok", EXPERT_SIZES[family])
-        if "num_local_experts" in config:  # as transformers 5 writes it for Qwen3-MoE
-            config = {"num_experts": config["num_local_experts"]} | config
-    missing = [key for key in needed if key not in config]
-    if missing:
-        raise ValueError(f"config.json lacks {', '.join(missing)}: it does not describe a whole {family} model.")
-    _check_values(config, needed)
-    is_gemma = family == "gemma3_text"
-    activation = "gelu_pytorch_tanh" if is_gemma else "silu"
+def _refuse(config: dict[str, Any], family: str) -> None:
+    """Raises ValueError if config.json asks for what is not computed here."""
+    activation = "gelu_pytorch_tanh" if family == "gemma3_text" else "silu"
     refused = {
         "hidden_act": config.get("hidden_act", activation) != activation,
         "hidden_activation": config.get("hidden_activation", activation) != activation,
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
         "use_bidirectional_attention": bool(config.get("use_bidirectional_attention", False)),
-        "layer_types": not is_gemma and set(config.get("layer_types") or ()) - {"full_attention"} != set(),
-        "query_pre_attn_scalar": is_gemma and config.get("query_pre_attn_scalar", 256) != config.get("head_dim", 256),
+        "layer_types": family not in PATTERNS and set(config.get("layer_types") or ()) - {"full_attention"} != set(),
         "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
         "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
         "mlp_bias": bool(config.get("mlp_bias", False)),
@@ -275,6 +236,35 @@ def from_hf(config: dict[str, Any]) -> Architecture:
             raise ValueError(
                 f"config.json sets {key} = {config.get(key)!r}, which no released {family} model here uses."
             )
+
+
+def from_hf(config: dict[str, Any]) -> Architecture:
+    """The architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
+
+    Raises ValueError where this decoder does not compute it, or a size is missing.
+    """
+    if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
+        ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+        config = TEXT_DEFAULTS | ends | config["text_config"]  # without its encoder of images
+    family = config.get("model_type")
+    if "collection" in config:
+        raise ValueError("config.json is that of a run: `export` writes its weights as a folder to name here.")
+    if not isinstance(family, str) or family not in CLASS_NAMES:
+        raise ValueError(
+            f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} "
+            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2 and 3, Gemma 3, Qwen3-MoE, OLMoE)."
+        )
+    needed = NEEDED
+    if family in EXPERT_SIZES:
+        needed = (*NEEDED, "num_experts", "num_experts_per_tok", EXPERT_SIZES[family])
+        if "num_local_experts" in config:  # as transformers 5 writes it for Qwen3-MoE
+            config = {"num_experts": config["num_local_experts"]} | config
+    missing = [key for key in needed if key not in config]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}: it does not describe a whole {family} model.")
+    _check_values(config, needed)
+    _refuse(config, family)
+    is_gemma = family == "gemma3_text"
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or HEAD_DIMS.get(family) or config["hidden_size"] // heads
     if head_dim < 2 or head_dim % 2:
@@ -283,6 +273,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
             f"num_attention_heads {heads}); rotary positions need an even number from 2. Fetch it again."
         )
     theta, scaling = _rope(config, family)
+    scalar = (config.get("query_pre_attn_scalar") or 256) if is_gemma else head_dim
     sliding_layers = _sliding_layers(config, family)
     return Architecture(
         family=family,
@@ -294,52 +285,51 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         max_positions=config.get("max_position_embeddings") or MAX_POSITIONS.get(family, 32768),
-        norm_epsilon=config.get("rms_norm_eps") or (1e-5 if family in ("olmo2", "olmoe") else 1e-6),
+        norm_epsilon=config.get("rms_norm_eps") or EPSILONS.get(family, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe", "olmo2", "olmoe", "gemma3_text"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "olmo2", "olmo3", "olmoe", "gemma3_text"),
         tied_embedding=bool(config.get("tie_word_embeddings", family in ("smollm3", "gemma3_text"))),
         eos_ids=_ids(config.get("eos_token_id")),
         bos_id=config.get("bos_token_id"),
-        qk_norm_whole=family in ("olmo2", "olmoe"),
-        norm_place={"olmo2": "after", "gemma3_text": "around"}.get(family, "before"),
+        qk_norm_whole=family in ("olmo2", "olmo3", "olmoe"),
+        norm_place={"olmo2": "after", "olmo3": "after", "gemma3_text": "around"}.get(family, "before"),
         unrotated_layers=_unrotated_layers(config) if family == "smollm3" else (),
         window=(config.get("sliding_window") or 4096) if sliding_layers else 0,
         sliding_layers=sliding_layers,
-        sliding_theta=_sliding_theta(config) if is_gemma else None,
+        sliding_theta=_sliding_theta(config, 1e4 if is_gemma else theta) if family in PATTERNS else None,
+        query_scalar=None if scalar == head_dim else scalar,
         is_gemma=is_gemma,
         **_experts(config, family),
     )
 
 
-def _gemma_config(architecture: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that Gemma's classes have in addition."""
+def _sliding_config(architecture: Architecture, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of classes in which some layers slide; `rope` is that of the others."""
     slides = ["full_attention", "sliding_attention"]
     return {
-        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": architecture.head_dim, "sliding_window": architecture.window or None,
+        "sliding_window": architecture.window or None,
         "layer_types": [slides[layer in architecture.sliding_layers] for layer in range(architecture.num_layers)],
-        "rope_local_base_freq": architecture.sliding_theta,
         "rope_parameters": {
-            "full_attention": config["rope_parameters"],
+            "full_attention": rope,
             "sliding_attention": {"rope_type": "default", "rope_theta": architecture.sliding_theta},
         },
+    }
+
+
+def _gemma_config(architecture: Architecture) -> dict[str, Any]:
+    """Returns the keys that Gemma's classes have in addition."""
+    return {
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": architecture.query_scalar or architecture.head_dim,
+        "rope_local_base_freq": architecture.sliding_theta,
     }  # fmt: skip
 
 
 def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
     """Returns a `config.json` that transformers 4 and 5 both read; `from_hf` of it gives `architecture` back."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if architecture.rope_scaling is not None:
-        scaling = architecture.rope_scaling
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
+    rope = rotary.to_config(architecture.rope_scaling)
     eos = list(architecture.eos_ids)
     config = {
         "architectures": [CLASS_NAMES[architecture.family]],
@@ -370,8 +360,10 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
         config["no_rope_layers"] = [int(i not in architecture.unrotated_layers) for i in range(architecture.num_layers)]
     if architecture.family == "mistral":
         config["sliding_window"] = architecture.window or None
+    if architecture.sliding_theta is not None:
+        config |= _sliding_config(architecture, config["rope_parameters"])
     if architecture.is_gemma:
-        config |= _gemma_config(architecture, config)
+        config |= _gemma_config(architecture)
     if architecture.num_experts:
         config |= {
             "num_experts": architecture.num_experts, "num_experts_per_tok": architecture.experts_per_token,

@@ -68,6 +68,13 @@ EXPERTS = {
     "layers.mlp.expert_up": ("L E D X", "model.layers.{}.mlp.experts.{}.up_proj.weight", "X D"),
     "layers.mlp.expert_down": ("L E X D", "model.layers.{}.mlp.experts.{}.down_proj.weight", "D X"),
 }
+# Where the text part of an image model (Gemma 3 4B and larger) has other names, and what it has beside it.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -182,7 +189,7 @@ def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Heade
         safetensors.safe_open(headers[names[0]].file, framework="numpy") as first,
         safetensors.safe_open(headers[names[1]].file, framework="numpy") as second,
     ):
-        embedding, head = first.get_slice(names[0]), second.get_slice(names[1])
+        embedding, head = first.get_slice(headers[names[0]].name), second.get_slice(headers[names[1]].name)
         shape = headers[names[0]].shape
         block = 4096  # rows at a time: 64 MB of a float32 model with 4,096 columns
         blocks = [slice(row, min(row + block, shape[0])) for row in range(0, shape[0], block)]
@@ -193,17 +200,31 @@ def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Heade
             )
 
 
-def check_weights(folder: pathlib.Path, architecture: Architecture) -> list[pathlib.Path]:
-    """Returns the files with the weights of a folder, by whose headers every tensor is there with its shape.
+def _text_headers(headers: dict[str, weight_files.Header]) -> dict[str, weight_files.Header]:
+    """Returns the headers of a text model; those of an image model without its encoder, under a text model's names."""
+    prefixes = tuple(TEXT_PREFIXES)
+    if not any(name.startswith(prefixes) for name in headers):
+        return headers
+    found = {}
+    for name, header in headers.items():
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is not None:
+            found[TEXT_PREFIXES[prefix] + name.removeprefix(prefix)] = header
+        elif not name.startswith(IMAGE_PREFIXES):
+            found[name] = header
+    return found
+
+
+def check_weights(folder: pathlib.Path, architecture: Architecture) -> dict[str, weight_files.Header]:
+    """Returns the headers of a folder's tensors, by which every tensor is there with its shape.
 
     Raises ValueError where a file or a tensor is missing, or does not fit the architecture.
     """
-    files = weight_files.find(folder)
-    headers = weight_files.read_headers(files)
+    headers = _text_headers(weight_files.read_headers(weight_files.find(folder)))
     _check(folder, architecture, headers)
     if architecture.tied_embedding and "lm_head.weight" in headers:
         _check_tied_head(folder, headers)
-    return files
+    return headers
 
 
 def _write_layer(
@@ -254,7 +275,7 @@ def load(
     """
     folder = pathlib.Path(folder)
     architecture = read_config(folder)
-    files = check_weights(folder, architecture)
+    headers = check_weights(folder, architecture)
 
     shapes = {name: shape for name, (shape, _) in transformer.weight_shapes(architecture).items()}
     shardings: dict[str, NamedSharding | None] = dict.fromkeys(shapes)
@@ -266,11 +287,11 @@ def load(
     for name, part in wanted.items():
         by_layer.setdefault(part.layer, {}).setdefault(part.weight, []).append(name)
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(_opened(file)) for file in files]
-        names = {name: tensors for tensors in opened for name in tensors.keys()}
+        files = sorted({header.file for header in headers.values()})
+        opened = {file: stack.enter_context(_opened(file)) for file in files}
 
         def tensor(name: str) -> np.ndarray:
-            value = names[name].get_tensor(name)
+            value = opened[headers[name].file].get_tensor(headers[name].name)
             if count := _num_not_finite(value):
                 raise ValueError(
                     f"{folder}: {count:,} of the {value.size:,} values of {name} are NaN or infinite. Fetch the folder "

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from reinforce_ada_jax.policy import experts, rounded
+from reinforce_ada_jax.policy import experts, rotary, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.policy.rounded import Rounded
@@ -169,37 +169,22 @@ def norm(architecture: Architecture, x: Float[Array, "... D"], scale: Float[Arra
 
 
 def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | None = None) -> Float[Array, " half"]:
-    """Returns inverse frequencies theta^(-2i/H), stretched for long contexts where the architecture says so.
+    """Returns the inverse frequencies of a layer; those of sliding layers may have another base, and no stretching.
 
-    `slides`: whether the layer is a sliding one, whose theta may be another; None: no layer is.
-
-
-    Llama-3's rule: wavelengths beyond original/low_factor are divided by `factor`, those under original/high_factor
-    stay, and between the two the inverse frequency is interpolated linearly in original/wavelength.
+    `slides`: whether the layer is a sliding one; None: no layer is.
     """
-    exponents = jnp.arange(0, architecture.head_dim, 2, dtype=jnp.float32) / architecture.head_dim
-    if slides is not None and architecture.sliding_theta is not None:
-        return jnp.where(slides, 1.0 / architecture.sliding_theta**exponents, rotary_frequencies(architecture))
-    inverse = 1.0 / architecture.rope_theta**exponents
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return inverse
-    wavelengths = 2 * jnp.pi / inverse
-    share = (scaling.original_positions / wavelengths - scaling.low_frequency_factor) / (
-        scaling.high_frequency_factor - scaling.low_frequency_factor
-    )
-    share = jnp.clip(share, 0.0, 1.0)
-    return (1 - share) * inverse / scaling.factor + share * inverse
+    everywhere = rotary.frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
+    if slides is None or architecture.sliding_theta is None:
+        return everywhere
+    return jnp.where(slides, rotary.frequencies(architecture.head_dim, architecture.sliding_theta), everywhere)
 
 
-def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array | np.ndarray, "B T"], frequencies: Float[Array, " half"]
-) -> Float[Array, "B T N H"]:
-    """Applies the rotary position embedding in Hugging Face's layout: dimension i turns with dimension i + H/2."""
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-    cos, sin = jnp.cos(angles)[:, :, None, :].astype(x.dtype), jnp.sin(angles)[:, :, None, :].astype(x.dtype)
-    low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+def rotary_factor(architecture: Architecture, slides: Bool[Array, ""] | None = None) -> float | Float[Array, ""]:
+    """Returns what rotated queries and keys of a layer are multiplied by."""
+    factor = 1.0 if architecture.rope_scaling is None else architecture.rope_scaling.attention_factor
+    if factor == 1.0 or slides is None or architecture.sliding_theta is None:
+        return factor
+    return jnp.where(slides, 1.0, factor)
 
 
 def norm_start(architecture: Architecture) -> float:
@@ -250,8 +235,11 @@ class Attention(nnx.Module):
         if self.architecture.qk_norm:
             query = self._norm(query, self.query_norm[...])
             key = self._norm(key, self.key_norm[...])
-        frequencies = rotary_frequencies(self.architecture, slides)
-        return rotate(query, positions, frequencies), rotate(key, positions, frequencies), value
+        rotation = rotary_frequencies(self.architecture, slides), rotary_factor(self.architecture, slides)
+        query, key = rotary.rotate(query, positions, *rotation), rotary.rotate(key, positions, *rotation)
+        if self.architecture.query_scalar is not None:
+            query = query * jnp.asarray((self.architecture.head_dim / self.architecture.query_scalar) ** 0.5, dtype)
+        return query, key, value
 
     def _norm(self, x: Float[Array, "B T N H"], scale: Float[Array, "*N H"]) -> Float[Array, "B T N H"]:
         """Normalises each head, or all heads of a token as one vector."""

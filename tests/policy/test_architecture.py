@@ -53,6 +53,25 @@ OLMO2_1B = {
     "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-06,
     "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352,
 }  # fmt: skip
+OLMO3_7B = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "max_position_embeddings": 65536,
+    "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278,
+}  # fmt: skip
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                    "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                    "sliding_window": 1024},
+    "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"},
+}  # fmt: skip
 GEMMA3_1B = {
     "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": None, "bos_token_id": 2,
     "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
@@ -82,11 +101,13 @@ OLMOE_1B_7B = {
 }  # fmt: skip
 PUBLISHED = {
     "qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B, "mistral": MISTRAL_7B, "smollm3": SMOLLM3_3B,
-    "olmo2": OLMO2_1B, "gemma3_text": GEMMA3_1B, "qwen3_moe": QWEN3_30B_A3B, "olmoe": OLMOE_1B_7B,
+    "olmo2": OLMO2_1B, "olmo3": OLMO3_7B, "gemma3_text": GEMMA3_1B, "gemma3": GEMMA3_4B, "qwen3_moe": QWEN3_30B_A3B,
+    "olmoe": OLMOE_1B_7B,
 }  # fmt: skip
 COUNTS = {
     "qwen2": 1543714304, "qwen3": 4022468096, "llama": 3212749824, "mistral": 7248023552, "smollm3": 3075098624,
-    "olmo2": 1484916736, "gemma3_text": 999885952, "qwen3_moe": 30532122624, "olmoe": 6919161856,
+    "olmo2": 1484916736, "olmo3": 7298011136, "gemma3_text": 999885952, "gemma3": 3880263168,
+    "qwen3_moe": 30532122624, "olmoe": 6919161856,
 }  # fmt: skip
 
 
@@ -148,6 +169,36 @@ def test_gemma_slides_five_layers_of_six():
     # The count of google/gemma-3-270m.
     small = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18}
     assert from_hf(GEMMA3_1B | small).num_parameters == 268098176
+
+
+def test_the_text_part_of_an_image_model():
+    gemma = from_hf(GEMMA3_4B)
+    assert (gemma.family, gemma.vocab_size, gemma.num_heads, gemma.num_kv_heads) == ("gemma3_text", 262208, 8, 4)
+    assert (gemma.head_dim, gemma.window, gemma.sliding_theta, gemma.rope_theta) == (256, 1024, 1e4, 1e6)
+    assert gemma.rope_scaling == RopeScaling(8.0, kind="linear")
+    assert (gemma.eos_ids, gemma.query_scalar) == ((1, 106), None)
+    # Of google/gemma-3-27b: scores are divided by the root of 5,376 / 32, not by that of the size of a head.
+    wide = {
+        "head_dim": 128, "hidden_size": 5376, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+    }  # fmt: skip
+    large = from_hf(GEMMA3_4B | {"text_config": GEMMA3_4B["text_config"] | wide})
+    assert (large.head_dim, large.query_scalar) == (128, 168)
+    assert from_hf(to_hf(large, "bfloat16")) == large
+
+
+def test_olmo3_slides_three_layers_of_four():
+    olmo = from_hf(OLMO3_7B)
+    assert olmo.sliding_layers == tuple(layer for layer in range(32) if layer % 4 != 3)
+    assert (olmo.window, olmo.norm_place, olmo.qk_norm_whole) == (4096, "after", True)
+    # Sliding layers have the base of the others, without their scaling.
+    assert (olmo.rope_theta, olmo.sliding_theta) == (5e5, 5e5)
+    assert olmo.rope_scaling == RopeScaling(8.0, 1.0, 32.0, 8192, "yarn", 1.2079441541679836)
+    default = {key: value for key, value in OLMO3_7B.items() if key != "layer_types"}
+    assert from_hf(default) == olmo
+    # The published factor is 0.1 ln 8 + 1, which is the default.
+    short = {key: OLMO3_7B["rope_scaling"][key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
+    assert from_hf(OLMO3_7B | {"rope_scaling": short}) == olmo
 
 
 def test_a_window_of_mistral_is_one_of_all_layers():
@@ -213,16 +264,13 @@ def test_null_is_no_value():
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, smollm3, olmo2, gemma3_text, qwen3_moe, olmoe",
+            "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, smollm3, olmo2, olmo3, gemma3_text, ",
         ),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"hidden_act": "gelu"}, "sets hidden_act = 'gelu'"),
         ({"use_sliding_window": True}, "sets use_sliding_window = True"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0; it must be a whole number from 1"),
-        (
-            {"model_type": "gemma3_text", "hidden_act": None, "query_pre_attn_scalar": 168},
-            "sets query_pre_attn_scalar = 168",
-        ),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar = -1; it must be a number above 0"),
         ({"final_logit_softcapping": 30.0}, "sets final_logit_softcapping = 30.0"),
         ({"model_type": "gemma3_text", "head_dim": 256, "hidden_act": "silu"}, "sets hidden_act = 'silu'"),
         (
@@ -239,7 +287,28 @@ def test_null_is_no_value():
             {"model_type": "llama", "head_dim": None, "num_attention_heads": 4096},
             "heads of 0 numbers .*hidden_size 2560 / num_attention_heads 4096",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'.*Remove rope_scaling"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rotary scaling 'longrope'.*Remove rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' but lacks original_max_position_embeddings"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                    "truncate": False,
+                    "mscale": 1.0,
+                }
+            },
+            "'yarn' with mscale, truncate, which no released model",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+                "rope_theta": 1.0,
+            },
+            "'yarn' with rope_theta = 1, which",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "rope_scaling = .* must be of numbers above 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
     ],
 )

@@ -206,6 +206,37 @@ def test_experts_too_few_and_too_many_are_named(tmp_path):
         )
 
 
+def image_model(tmp_path, **more):
+    """The golden of Gemma 3 as the text part of an image model's folder."""
+    text = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
+    folder = tmp_path / "image"
+    folder.mkdir()
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [2, 9]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(GOLDEN / "gemma3" / "model.safetensors")
+    weights = {f"language_model.{name}": weight for name, weight in weights.items()}
+    vision = {"vision_tower.vision_model.head.weight": np.full((2, 2), np.nan, np.float32)}
+    save_file(weights | vision | more, folder / "model.safetensors")
+    return folder
+
+
+def test_an_image_model_is_read_without_its_encoder(tmp_path):
+    architecture, params = huggingface.load(image_model(tmp_path))
+    wanted, text, _ = recording.golden("gemma3")
+    assert dataclasses.replace(architecture, eos_ids=wanted.eos_ids) == wanted
+    assert_same(params, text)
+    huggingface.save(tmp_path / "text", architecture, params)
+    again, weights = huggingface.load(tmp_path / "text")
+    assert again == architecture
+    assert_same(weights, params)
+
+
+def test_an_unknown_part_of_an_image_model_is_named(tmp_path):
+    folder = image_model(tmp_path, **{"audio_tower.weight": np.ones(2, np.float32)})
+    with pytest.raises(ValueError, match="1 problems: 'audio_tower.weight' is unknown"):
+        huggingface.load(folder)
+
+
 def test_many_misfits_are_counted(tmp_path):
     with pytest.raises(ValueError, match="26 problems: (.*; ){8}and 18 more") as error:
         huggingface.load(edited(tmp_path, config={"hidden_size": 64}))

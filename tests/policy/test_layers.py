@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.policy import layers
+from reinforce_ada_jax.policy import layers, rotary
 from reinforce_ada_jax.policy.architecture import RopeScaling
 from tests.policy import recording
 
@@ -43,10 +43,10 @@ def test_rotate_turns_dimension_i_with_i_plus_half():
     frequencies = layers.rotary_frequencies(rotary_architecture(head_dim=4, rope_theta=16.0))
     np.testing.assert_allclose(frequencies, [1.0, 0.25], rtol=1e-6)
     x = jnp.array([[[[1.0, 0, 0, 0], [0, 1.0, 0, 0]]]])
-    turned = layers.rotate(x, jnp.array([[2]]), frequencies)
+    turned = rotary.rotate(x, jnp.array([[2]]), frequencies)
     cos, sin = np.cos([2, 0.5]), np.sin([2, 0.5])
     np.testing.assert_allclose(turned[0, 0], [[cos[0], 0, sin[0], 0], [0, cos[1], 0, sin[1]]], atol=1e-6)
-    np.testing.assert_array_equal(layers.rotate(x, jnp.array([[0]]), frequencies), x)
+    np.testing.assert_array_equal(rotary.rotate(x, jnp.array([[0]]), frequencies), x)
 
 
 def test_rotated_products_depend_on_distance_only():
@@ -54,8 +54,8 @@ def test_rotated_products_depend_on_distance_only():
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
     def product(query_position, key_position):
-        turned = layers.rotate(query, jnp.array([[query_position]]), frequencies)
-        return jnp.sum(turned * layers.rotate(key, jnp.array([[key_position]]), frequencies))
+        turned = rotary.rotate(query, jnp.array([[query_position]]), frequencies)
+        return jnp.sum(turned * rotary.rotate(key, jnp.array([[key_position]]), frequencies))
 
     np.testing.assert_allclose(product(5, 2), product(103, 100), rtol=1e-4)
     assert abs(product(5, 2) - product(2, 5)) > 1e-2
@@ -64,7 +64,7 @@ def test_rotated_products_depend_on_distance_only():
 def test_angles_of_bfloat16_are_float32():
     # In bfloat16 position 4,097 rounds to 4,096, whose cosine is -0.64 apart.
     x = jnp.ones((1, 1, 1, 2), jnp.bfloat16)
-    turned = layers.rotate(x, jnp.array([[4097]]), jnp.ones(1))
+    turned = rotary.rotate(x, jnp.array([[4097]]), jnp.ones(1))
     wanted = np.array([np.cos(4097.0) - np.sin(4097.0), np.cos(4097.0) + np.sin(4097.0)])
     np.testing.assert_allclose(turned[0, 0, 0].astype(jnp.float32), wanted, atol=2e-2)
 
@@ -79,6 +79,32 @@ def test_llama3_scaling_keeps_bends_and_stretches():
     architecture = rotary_architecture(head_dim=6, rope_theta=4096.0)
     frequencies = layers.rotary_frequencies(dataclasses.replace(architecture, rope_scaling=scaling))
     np.testing.assert_allclose(frequencies, [1.0, 0.0360035, 1 / 256 / 8], rtol=1e-5)
+
+
+def test_linear_scaling_divides_all_frequencies():
+    architecture = rotary_architecture(head_dim=4, rope_theta=16.0)
+    scaled = dataclasses.replace(architecture, rope_scaling=RopeScaling(8.0, kind="linear"))
+    np.testing.assert_allclose(layers.rotary_frequencies(scaled), [1 / 8, 1 / 32], rtol=1e-6)
+    assert layers.rotary_factor(scaled) == 1.0
+
+
+def test_yarn_interpolates_by_index_and_scales_queries_and_keys():
+    # theta 10^4, H 16: 10^(-i/2) for i = 0 to 7. Over 2 pi x 1000 positions frequency i turns 1000 x 10^(-i/2) times:
+    # 31.6 times at i = 3, so i = 2 is the last with more than 32 and floor gives 2; once at i = 6. So 0 to 2 stay,
+    # 6 and 7 are divided by 4, and 3, 4, 5 keep 3/4, 1/2 and 1/4 of the frequency.
+    scaling = RopeScaling(4.0, 1.0, 32.0, round(2000 * np.pi), "yarn", 1.5)
+    architecture = rotary_architecture(head_dim=16, rope_theta=1e4)
+    yarn = dataclasses.replace(architecture, rope_scaling=scaling, sliding_theta=1e4)
+    plain = 10.0 ** (-np.arange(8) / 2)
+    kept = np.array([1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    np.testing.assert_allclose(layers.rotary_frequencies(yarn), plain * (kept + (1 - kept) / 4), rtol=1e-5)
+    x, position = jnp.ones((1, 1, 1, 16)), jnp.array([[0]])
+    turned = rotary.rotate(x, position, layers.rotary_frequencies(yarn), layers.rotary_factor(yarn))
+    np.testing.assert_array_equal(turned, 1.5)
+    # A sliding layer has neither.
+    slides = jnp.bool(True)
+    np.testing.assert_allclose(layers.rotary_frequencies(yarn, slides), plain, rtol=1e-5)
+    assert layers.rotary_factor(yarn, slides) == 1.0 and layers.rotary_factor(yarn, ~slides) == 1.5
 
 
 def test_declared_weights():

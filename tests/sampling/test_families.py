@@ -20,6 +20,7 @@ from tests.sampling import tiny
     [
         ("mistral", 1, "jnp"), ("smollm3", 1, "jnp"), ("olmo2", 1, "jnp"), ("olmo2", 2, "jnp"),
         ("mistral_window", 1, "jnp"), ("gemma3", 2, "jnp"), ("gemma3", 1, "invariant"),
+        ("olmo3", 2, "jnp"), ("olmo3", 1, "invariant"),
         ("qwen3_moe", 1, "jnp"), ("qwen3_moe", 2, "jnp"), ("olmoe", 1, "jnp"), ("olmoe", 1, "invariant"),
     ],
 )  # fmt: skip

@@ -36,6 +36,13 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+OLMO3_ROPE = {  # of wavelengths 6, 63, 628, ... by an original length of 640: the second is interpolated
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 640,
+        "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.25,
+    },
+}  # fmt: skip
 CONFIGS = {
     "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-6),
     "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16, rms_norm_eps=1e-6),
@@ -63,6 +70,15 @@ CONFIGS = {
         **SIZES, head_dim=16, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
     ),
     "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=3, pad_token_id=0),
+    "olmo3": transformers.Olmo3Config(
+        **SIZES,
+        tie_word_embeddings=False,
+        sliding_window=7,
+        rms_norm_eps=1e-6,
+        pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=OLMO3_ROPE,
+    ),
 }
 
 

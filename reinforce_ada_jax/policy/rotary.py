@@ -1,0 +1,133 @@
+"""Rotary positions: frequencies, how they are stretched for longer contexts, and the rotation of queries and keys."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+# Numbers of `rope_scaling` or `rope_parameters` in a config.json.
+NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_slow",
+    "beta_fast", "attention_factor",
+)  # fmt: skip
+NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of the slow rotary frequencies (`rope_type` of a config.json).
+
+    A frequency that turns more than `high_frequency_factor` times over `original_positions` stays, and one that turns
+    less than `low_frequency_factor` times is divided by `factor`. Between the two it is interpolated: with "llama3"
+    linearly in its turns, with "yarn" (arXiv 2309.00071) linearly in its index. With "linear" all are divided.
+    """
+
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 1.0
+    original_positions: int = 1
+    kind: str = "llama3"
+    attention_factor: float = 1.0  # of rotated queries and of rotated keys
+
+
+def from_config(parameters: dict[str, Any], theta: float) -> RopeScaling | None:
+    """Returns what `rope_parameters` or `rope_scaling` of a config.json describe; None: nothing is stretched.
+
+    Raises ValueError if they are incomplete, or of a kind that is not computed here.
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in NEEDED:
+        raise ValueError(
+            f"config.json asks for rotary scaling {kind!r:.80}; supported are the default, {', '.join(NEEDED)}. Remove "
+            "rope_scaling if the model is to be used within its original length."
+        )
+    missing = [key for key in NEEDED[kind] if parameters.get(key) is None]
+    if missing:
+        raise ValueError(f"config.json asks for rotary scaling {kind!r} but lacks {', '.join(missing)}.")
+    factor = float(parameters["factor"])
+    if kind == "linear":
+        return RopeScaling(factor, kind=kind)
+    original = int(parameters["original_max_position_embeddings"])
+    if kind == "llama3":
+        low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+        return RopeScaling(factor, low, high, original)
+    unknown = [key for key in ("mscale", "mscale_all_dim") if parameters.get(key) is not None]
+    unknown += ["truncate"] * (parameters.get("truncate") is False)
+    if unknown or theta <= 1:
+        raise ValueError(
+            f"config.json asks for rotary scaling 'yarn' with {', '.join(unknown) or f'rope_theta = {theta:g}'}, which "
+            "no released model of these families uses."
+        )
+    own = _yarn_defaults(factor) | {key: parameters[key] for key in _yarn_defaults(1.0) if parameters.get(key)}
+    return RopeScaling(
+        factor, float(own["beta_slow"]), float(own["beta_fast"]), original, kind, float(own["attention_factor"])
+    )
+
+
+def _yarn_defaults(factor: float) -> dict[str, float]:
+    return {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.1 * math.log(max(factor, 1.0)) + 1.0}
+
+
+def to_config(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Returns `rope_scaling` of a config.json, of which `from_config` gives `scaling` back."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    original = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_positions}
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    if scaling.kind == "llama3":
+        return {"rope_type": "llama3", **original, "low_freq_factor": low, "high_freq_factor": high}
+    own = {"beta_slow": low, "beta_fast": high, "attention_factor": scaling.attention_factor}
+    defaults = _yarn_defaults(scaling.factor)
+    return {"rope_type": "yarn", **original, **{key: own[key] for key in own if own[key] != defaults[key]}}
+
+
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[Array, " half"]:
+    """Returns inverse frequencies theta^(-2i/H), stretched by `scaling`."""
+    inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return inverse
+    if scaling.kind == "linear":
+        return inverse / scaling.factor
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    if scaling.kind == "llama3":
+        share = (scaling.original_positions / (2 * jnp.pi / inverse) - low) / (high - low)
+    else:
+
+        def index(turns: float) -> float:
+            """The index, with a fraction, of the frequency that turns so often."""
+            return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = max(math.floor(index(high)), 0), min(math.ceil(index(low)), head_dim - 1)
+        share = 1 - (jnp.arange(head_dim // 2) - first) / (last - first if last != first else 0.001)
+    share = jnp.clip(share, 0.0, 1.0)
+    return (1 - share) * inverse / scaling.factor + share * inverse
+
+
+def rotate(
+    x: Float[Array, "B T N H"],
+    positions: Int[Array | np.ndarray, "B T"],
+    frequencies: Float[Array, " half"],
+    factor: float | Float[Array, ""] = 1.0,
+) -> Float[Array, "B T N H"]:
+    """Applies the rotary position embedding in Hugging Face's layout, where dimension i turns with dimension i + H/2.
+
+    The result is multiplied by `factor`.
+    """
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if not isinstance(factor, float) or factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    cos, sin = cos[:, :, None, :].astype(x.dtype), sin[:, :, None, :].astype(x.dtype)
+    low, high = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
