@@ -1,11 +1,12 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
-Ten families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
-on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral (that of Llama, also with a
-sliding window), SmolLM3 (layers without rotary positions), OLMo 2 (norms after attention and feed-forward, and one norm
-over all queries of a token, and over all keys), OLMo 3 (that of OLMo 2 with sliding layers) and Gemma 3 (sliding layers
-with a rotary base of their own, norms before and after, GeGLU, a scaled embedding), and with experts Qwen3-MoE (as
-Qwen3) and OLMoE (queries and keys normed as in OLMo 2). Everything that sets them apart is a field here.
+Eleven families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
+on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral and Ministral (that of
+Llama, with a sliding window in all layers, some or none), SmolLM3 (layers without rotary positions), OLMo 2 (norms
+after attention and feed-forward, and one norm over all queries of a token, and over all keys), OLMo 3 (that of OLMo 2
+with sliding layers) and Gemma 3 (sliding layers with a rotary base of their own, norms before and after, GeGLU, a
+scaled embedding), and with experts Qwen3-MoE (as Qwen3) and OLMoE (queries and keys normed as in OLMo 2). Everything
+that sets them apart is a field here.
 """
 
 import dataclasses
@@ -17,13 +18,14 @@ from reinforce_ada_jax.policy.rotary import RopeScaling
 
 CLASS_NAMES = {
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
+    "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM", "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
 }  # fmt: skip
 # Defaults for a config.json without the key, as in transformers.
 MAX_POSITIONS = {
-    "llama": 2048, "olmo2": 2048, "olmo3": 2048, "olmoe": 4096, "mistral": 4096 * 32, "gemma3_text": 4096 * 32,
+    "llama": 2048, "olmo2": 2048, "olmo3": 2048, "olmoe": 4096, "mistral": 4096 * 32, "ministral": 4096 * 32,
+    "gemma3_text": 4096 * 32,
 }  # fmt: skip
 THETAS = {"olmo3": 5e5, "gemma3_text": 1e6}  # of other families: 1e4
 EPSILONS = {"olmo2": 1e-5, "olmo3": 1e-5, "olmoe": 1e-5}  # of other families: 1e-6
@@ -32,6 +34,7 @@ HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256}  # of other families: hidden_size
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # The width of an expert by family; all layers have experts.
 EXPERT_SIZES = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
+SLIDING = ("ministral", *PATTERNS)  # `layer_types` says which layers have a window
 # Sizes that the text part of an image model leaves out (Gemma 3 4B, 12B and 27B).
 TEXT_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 # The largest that a file may ask for.
@@ -174,13 +177,13 @@ def _unrotated_layers(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
-    """The layers with a sliding window: all of Mistral; otherwise by `layer_types`, or all but each `PATTERNS`-th."""
+    """The layers with a sliding window, by `layer_types`; without it all, or all but the last of a pattern."""
     layers = config["num_hidden_layers"]
-    if family == "mistral":
+    if family == "mistral" or (family == "ministral" and not config.get("layer_types")):
         return tuple(range(layers)) if config.get("sliding_window") is not None else ()
-    if family not in PATTERNS:
+    if family not in SLIDING:
         return ()
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or PATTERNS[family]
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or PATTERNS.get(family, 1)
     kinds = config.get("layer_types") or [
         "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)
     ]
@@ -222,7 +225,7 @@ def _refuse(config: dict[str, Any], family: str) -> None:
         "hidden_activation": config.get("hidden_activation", activation) != activation,
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
         "use_bidirectional_attention": bool(config.get("use_bidirectional_attention", False)),
-        "layer_types": family not in PATTERNS and set(config.get("layer_types") or ()) - {"full_attention"} != set(),
+        "layer_types": family not in SLIDING and set(config.get("layer_types") or ()) - {"full_attention"} != set(),
         "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
         "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
         "mlp_bias": bool(config.get("mlp_bias", False)),
@@ -305,19 +308,6 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     )
 
 
-def _sliding_config(architecture: Architecture, rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys of classes in which some layers slide; `rope` is that of the others."""
-    slides = ["full_attention", "sliding_attention"]
-    return {
-        "sliding_window": architecture.window or None,
-        "layer_types": [slides[layer in architecture.sliding_layers] for layer in range(architecture.num_layers)],
-        "rope_parameters": {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": architecture.sliding_theta},
-        },
-    }
-
-
 def _gemma_config(architecture: Architecture) -> dict[str, Any]:
     """Returns the keys that Gemma's classes have in addition."""
     return {
@@ -358,10 +348,16 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
         config["rope_scaling"] = rope
     if architecture.family == "smollm3":
         config["no_rope_layers"] = [int(i not in architecture.unrotated_layers) for i in range(architecture.num_layers)]
-    if architecture.family == "mistral":
+    if architecture.family in ("mistral", *SLIDING):
         config["sliding_window"] = architecture.window or None
+    if architecture.family in SLIDING:
+        slides = ["full_attention", "sliding_attention"]
+        config["layer_types"] = [slides[i in architecture.sliding_layers] for i in range(architecture.num_layers)]
     if architecture.sliding_theta is not None:
-        config |= _sliding_config(architecture, config["rope_parameters"])
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": architecture.sliding_theta},
+        }
     if architecture.is_gemma:
         config |= _gemma_config(architecture)
     if architecture.num_experts:

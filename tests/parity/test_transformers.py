@@ -53,6 +53,12 @@ MODELS = {
     ),
     "olmo2-no-groups": transformers.Olmo2Config(**SIZES | dict(num_key_value_heads=4), pad_token_id=0),
     "mistral-window": transformers.MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=5),
+    "ministral-one-of-three": transformers.MinistralConfig(
+        **SIZES | dict(num_hidden_layers=3),
+        head_dim=16,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
     "gemma3-every-second": transformers.Gemma3TextConfig(
         **SIZES | dict(num_hidden_layers=5),
         head_dim=32,

@@ -207,6 +207,15 @@ def test_a_window_of_mistral_is_one_of_all_layers():
     assert from_hf(to_hf(mistral, "bfloat16")) == mistral
 
 
+def test_a_window_of_ministral_is_one_of_the_layers_it_names():
+    ministral = MISTRAL_7B | {"model_type": "ministral", "sliding_window": 4096}
+    assert from_hf(ministral).sliding_layers == tuple(range(32))
+    named = from_hf(ministral | {"layer_types": ["full_attention", *["sliding_attention"] * 3] * 8})
+    assert named.sliding_layers == tuple(layer for layer in range(32) if layer % 4)
+    assert from_hf(to_hf(named, "bfloat16")) == named
+    assert from_hf(ministral | {"sliding_window": None}).window == 0
+
+
 def test_experts_read_field_by_field():
     qwen, olmoe = from_hf(QWEN3_30B_A3B), from_hf(OLMOE_1B_7B)
     assert (qwen.num_experts, qwen.experts_per_token, qwen.expert_size, qwen.renormalizes_experts) == (
@@ -264,7 +273,7 @@ def test_null_is_no_value():
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, smollm3, olmo2, olmo3, gemma3_text, ",
+            "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, ministral, smollm3, olmo2, olmo3, ",
         ),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"hidden_act": "gelu"}, "sets hidden_act = 'gelu'"),
