@@ -68,14 +68,36 @@ def _check_key(config: Any, key: str) -> None:
         raise _WrongConfigError(f"--config.{key} is a section: set one of its keys. --help={key} describes them.")
 
 
+def _plain(message: str) -> str:
+    """Returns what `user_code.failures` says of a configuration file, without ml_collections' terms."""
+    setting, _, rest = message.partition(", which failed: ")
+    where = re.search(r"( \([^()]+, line \d+\))?$", rest)
+    place = where[0] if where else ""
+    nearest = re.search(r'Did you mean "(.+?)" instead of "(.+?)"', rest)
+    unknown = re.match(r"AttributeError: .*?(?:Key \"(\w+)\" does not exist|'(\w+)')", rest)
+    wrong = re.match(r"TypeError: Could not override field '(\w+)'.*?\. (.*) is of original type <class '(\w+)'>", rest)
+    if nearest or unknown:
+        key = nearest[2] if nearest else (unknown[1] or unknown[2] if unknown else "")
+        remedy = aliases.hint(key) or (f"did you mean {nearest[1]!r}?" if nearest else "--help=all lists the keys.")
+        return f"{setting}: unknown configuration key {key!r}{place}: {remedy}"
+    if wrong:
+        return f"{setting}: {wrong[1]} cannot be {wrong[2]!r:.80}, which is of the type {wrong[3]}{place}."
+    return f"{message}."
+
+
 class _ConfigParser(config_flags.ConfigFileFlagParser):
     def parse(self, path: str) -> Any:
         file = config_files.config_file(path)
+        source, setting = pathlib.Path(file.partition(":")[0]), f"--config is {path!r}"
         try:
-            user_code.check(pathlib.Path(file.partition(":")[0]), f"--config is {path!r}", "get_config")
+            user_code.check(source, setting, "get_config")
         except ValueError as error:  # absl would put the flag before it
             raise _WrongConfigError(f"{error} Name a file such as configs/tiny.py.") from error
-        config = super().parse(file)
+        try:
+            with user_code.failures(source, setting):
+                config = super().parse(file)
+        except ValueError as error:
+            raise _WrongConfigError(_plain(str(error))) from error
         if config is None or isinstance(config, dict):
             raise _WrongConfigError(f"get_config() of {file} returned {config!r:.40}, and no configuration.")
         for argument in sys.argv[1:]:

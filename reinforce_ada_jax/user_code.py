@@ -79,11 +79,19 @@ def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
     """Raises an error of a user's file as a ValueError of one line, which begins with `setting` and names its line."""
     try:
         yield
-    except (Exception, SystemExit) as error:
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path.resolve())]
+    except (Exception, SystemExit) as raised:
+        error, frames = raised, _frames(raised, path)
+        while not frames and (inner := error.__cause__ or error.__context__) is not None:
+            error, frames = inner, _frames(inner, path)  # a library raised it again with a text of its own
+        error = error if frames else raised
         where = f" ({path}, line {frames[-1].lineno})" if frames else ""
         what = f"{type(error).__name__}: {error}".partition("\n")[0] if frames else str(error)
-        raise ValueError(f"{setting}, which failed: {what}{where}") from error
+        raise ValueError(f"{setting}, which failed: {what}{where}") from raised
+
+
+def _frames(error: BaseException, path: pathlib.Path) -> list[traceback.FrameSummary]:
+    """Returns the lines of a file through which an error came."""
+    return [each for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path.resolve())]
 
 
 def load(reference: str, setting: str) -> Callable[..., Any]:

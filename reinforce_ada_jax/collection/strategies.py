@@ -116,9 +116,13 @@ class Strategy:
 def round_size(strategy: Strategy, progress: PromptProgress) -> int:
     """Returns `next_draws`; raises ValueError where it breaks the strategy's own bounds."""
     size = strategy.next_draws(progress)
-    whole = isinstance(size, int | np.integer)
+    if not isinstance(size, int | np.integer):
+        raise ValueError(
+            f"The strategy asks for {size!r} more responses of prompt {progress.prompt.id!r}, which is of the type "
+            f"{type(size).__name__}; `next_draws` must return a whole number (int)."
+        )
     most = np.inf if strategy.max_draws is None else strategy.max_draws
-    if not whole or size < 0 or (size == 0 and progress.rounds == 0) or progress.drawn + size > most:
+    if size < 0 or (size == 0 and progress.rounds == 0) or progress.drawn + size > most:
         raise ValueError(
             f"The strategy asks for {size} more responses of prompt {progress.prompt.id!r} after {progress.rounds} "
             f"rounds and {progress.drawn} responses; its first round must have at least 1, and all rounds together at "

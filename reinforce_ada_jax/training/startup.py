@@ -260,6 +260,8 @@ def newest_state(
         sampler=components.engine.abstract_weights() if config.draws_ahead else None,
     )  # fmt: skip
     if restored is None:
+        if (workdir / "metrics.jsonl").exists() and processes.is_writer():
+            print(f"warning: {workdir} has metrics and no checkpoint: the run begins again, and replaces its metrics.")
         return None
     state = from_record(*restored)
     if restored[1]["reward"] != identity["reward"]:
