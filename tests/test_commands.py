@@ -116,10 +116,10 @@ def test_a_setting_by_its_name_in_trl():
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("config.collection.stratgy = 'grpo'", ["key 'stratgy'", "did you mean 'strategy'"]),
+        ("config.collection.stratgy = 'grpo'", ["key 'stratgy'", "line 4", "did you mean 'strategy'"]),
         ("config.num_generations = 8", ["num_generations of TRL, tunix is collection.group_size here"]),
-        ("config.zzz = 8", ['Key "zzz" does not exist', "--help=SECTION"]),
-        ("config.iterations = 'many'", ["iterations"]),
+        ("config.zzz = 8", ["unknown configuration key 'zzz'", "line 4", "--help=all"]),
+        ("config.iterations = 'many'", ["iterations cannot be 'many'", "line 4"]),
         ("return", ["get_config"]),
         ("config = (", ["file.py"]),
     ],

@@ -119,12 +119,25 @@ def _assertions(code: str) -> Assertions:
 
 
 def _runs(code: str) -> bool:
-    """Returns True if a test, or a runner of tests, does more than define names: otherwise every program would pass."""
-    defining = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-    for node in ast.parse(code).body:
-        inner = node.body if isinstance(node, ast.ClassDef) else [node]
-        if any(isinstance(each, ast.FunctionDef) and each.name.startswith("test_") for each in inner):
-            return True
+    """Returns True if a test, or a runner of tests, does more than define names: otherwise every program would pass.
+
+    An `async` test counts only where unittest awaits it, a class only where it is collected (`code_sides.run_class`).
+    """
+    function = (ast.FunctionDef, ast.AsyncFunctionDef)
+    defining = (*function, ast.Import, ast.ImportFrom, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    body = ast.parse(code).body
+    collected = [(node, False) for node in body]
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            bases = " ".join(map(ast.unparse, node.bases))
+            if node.name.startswith("Test") or "TestCase" in bases:
+                collected += [(each, "IsolatedAsyncioTestCase" in bases) for each in node.body]
+    named = [each for each in collected if isinstance(each[0], function) and each[0].name.startswith("test_")]
+    if any(isinstance(test, ast.AsyncFunctionDef) and not is_awaited for test, is_awaited in named):
+        return False
+    if named:
+        return True
+    for node in body:
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_guarded = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
         if not (isinstance(node, defining) or is_text or is_guarded):
@@ -179,7 +192,10 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
     ]
     tests = [test for test in tests if not isinstance(test, Assertions) or _runs(test.code)]
     if not tests:
-        raise ValueError(f"{name}: its code only defines names: call check(), give entry_point, or define test_...")
+        raise ValueError(
+            f"{name}: its code only defines names, or an async test that nothing awaits: call check(), give "
+            "entry_point, or define test_..."
+        )
     return tests
 
 

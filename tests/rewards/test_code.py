@@ -279,6 +279,22 @@ def test_tests_are_read_from_the_columns_of_public_sets(columns, tests):
             },
             "test_list: its code only defines names",
         ),
+        (
+            {"test": "class CheckF:\n    def test_a(self):\n        assert f(3) == 9"},
+            "test: its code only defines names",
+        ),
+        # Nothing awaits it.
+        (
+            {"test": "from solution import f\n\n@mark\nasync def test_a():\n    assert await f(3) == 9"},
+            "or an async test that nothing awaits",
+        ),
+        (
+            {
+                "test": "class TestF:\n    def test_a(self):\n        pass\n"
+                "    async def test_b(self):\n        assert await f(3) == 9"
+            },
+            "or an async test that nothing awaits",
+        ),
     ],
 )
 def test_a_problem_without_tests_is_refused(columns, message):
