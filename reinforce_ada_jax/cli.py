@@ -54,7 +54,7 @@ def _check_key(config: Any, key: str) -> None:
     section, place = config, ""
     for name in key.split("."):
         if not isinstance(section, ConfigDict):
-            return  # ml_collections says what is wrong
+            raise _WrongConfigError(f"--config.{key}: {place[:-1]} is a setting, and has no keys of its own.")
         if name not in section:
             sections = [other for other in config if isinstance(config[other], ConfigDict)]
             elsewhere = [f"{other}.{name}" for other in sections if name in config[other]]
@@ -291,19 +291,6 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
         fail(_wrong_type(lines[-1]) or " ".join(dict.fromkeys((lines[0], lines[-1]))) + remedy)
     except _WrongConfigError as error:
         fail(error.args[0])
-    except (AttributeError, KeyError) as error:
-        # ml_collections names the nearest known key, in quotes within quotes.
-        nearest = re.search(r'Did you mean "(.+?)" instead of "(.+?)"', str(error))
-        unknown = re.search(r"\w+", str(error).removeprefix("'Key ").removeprefix("Key "))
-        hint = aliases.hint(nearest[2] if nearest else unknown[0] if unknown else "")
-        if hint:
-            fail(f"--config: {hint}")
-        if nearest:
-            fail(f"unknown configuration key {nearest[2]!r}: did you mean {nearest[1]!r}?")
-        text = str(error).partition(" Other fields present")[0].strip("'")
-        fail(f"--config: {text} --help lists the sections, --help=SECTION their keys.")
-    except (OSError, SyntaxError, TypeError) as error:
-        fail(f"--config: {str(error).splitlines()[-1].strip()}. Name a file such as configs/tiny.py.")
     finally:
         sys.dont_write_bytecode = writes_bytecode
     _check_paths()

@@ -83,6 +83,7 @@ def refused_run(tmp_path, capsys, *parts, **changes):
         ([TINY, "--config.max_steps=8"], ["max_steps of TRL, tunix has no counterpart", "Set iterations"]),
         ([TINY, "--config.iterations=many"], ["--config.iterations is 'many'", "a whole number"]),
         ([TINY, "--config.mesh=3"], ["--config.mesh is a section", "--help=mesh"]),
+        ([TINY, "--config.seed.x=3"], ["--config.seed.x: seed is a setting", "no keys of its own"]),
         ([TINY, "grpo"], ["unexpected argument 'grpo'", "--name=value"]),
         ([TINY, "--strategy=grpo"], ["strategy"]),
         (["--config=configs/none.py"], ["there is no file", "configs/none.py", "configs/tiny.py"]),

@@ -1,10 +1,10 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
 Eleven families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
-on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral and Ministral (that of
+on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral and Ministral (as
 Llama, with a sliding window in all layers, some or none), SmolLM3 (layers without rotary positions), OLMo 2 (norms
-after attention and feed-forward, and one norm over all queries of a token, and over all keys), OLMo 3 (that of OLMo 2
-with sliding layers) and Gemma 3 (sliding layers with a rotary base of their own, norms before and after, GeGLU, a
+after attention and feed-forward, and one norm over all queries of a token, and over all keys), OLMo 3 (as OLMo 2, with
+sliding layers) and Gemma 3 (sliding layers with a rotary base of their own, norms before and after, GeGLU, a
 scaled embedding), and with experts Qwen3-MoE (as Qwen3) and OLMoE (queries and keys normed as in OLMo 2). Everything
 that sets them apart is a field here.
 """
@@ -73,7 +73,7 @@ class Architecture:
     window: int = 0  # tokens that a token sees in a sliding layer, itself included; 0: no layer slides
     sliding_layers: tuple[int, ...] = ()  # their indices
     sliding_theta: float | None = None  # rotary base in them, without scaling; None: as in the other layers
-    query_scalar: float | None = None  # by its root scores are divided; None: by that of `head_dim`
+    query_scalar: float | None = None  # its root divides the scores of attention; None: that of `head_dim` does
     is_gemma: bool = False  # norms multiply by 1 + weight, GELU, the embedding times the root of its width
     num_experts: int = 0  # MLPs of a layer, of which a router chooses some for each token; 0: one MLP for all tokens
     experts_per_token: int = 0

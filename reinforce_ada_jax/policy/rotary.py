@@ -26,7 +26,8 @@ class RopeScaling:
 
     A frequency that turns more than `high_frequency_factor` times over `original_positions` stays, and one that turns
     less than `low_frequency_factor` times is divided by `factor`. Between the two it is interpolated: with "llama3"
-    linearly in its turns, with "yarn" (arXiv 2309.00071) linearly in its index. With "linear" all are divided.
+    linearly in its turns, with "yarn" (arXiv 2309.00071, sections 3.2 and 3.4) linearly in its index. With "linear" all
+    are divided.
     """
 
     factor: float

@@ -96,8 +96,8 @@ def pallas_tpu(
     """Computes `paged_attention` with JAX's own kernel, which rounds keys and values to bfloat16.
 
     Values beyond a slot's length must be finite: the kernel masks scores by adding to them. Pages in int8 have a kernel
-    of their own: JAX's would make scales as wide as the head, four times the size of the pages. So have windows, where
-    a slot sees the tokens from `start`, in its first page, on.
+    of their own: JAX's would make scales as wide as the head, four times the size of the pages. Windows use it too: a
+    slot then sees its tokens from `start` on, which is in its first page.
 
     Raises:
       ValueError: the pool isn't `padded_head_dim` wide, or the page table is too large for a TPU's scalar memory.
@@ -178,11 +178,10 @@ def _tpu_kernel(
 
         def load(buffer, head):
             """Returns the numbers of a head, and their scales; 1 where the pages have none."""
-            if isinstance(buffer, Quantized):
-                return buffer.values[block % 2, :, head].astype(jnp.float32).astype(dtype), buffer.scale[
-                    block % 2, :, head
-                ]
-            return buffer[block % 2, :, head].astype(dtype), 1.0
+            if not isinstance(buffer, Quantized):
+                return buffer[block % 2, :, head].astype(dtype), 1.0
+            values, scale = (array[block % 2, :, head] for array in (buffer.values, buffer.scale))
+            return values.astype(jnp.float32).astype(dtype), scale
 
         def one_head(head, mixed, max_score, total):
             (key, key_scale), (value, value_scale) = (load(buffer, head) for buffer in buffers)
@@ -305,7 +304,7 @@ def pallas_gpu(
 ) -> Float[Array, "S N H"]:
     """Computes `paged_attention` as flash decoding (Dao et al. 2023) in Triton: online softmax in float32.
 
-    With `start` a slot sees the tokens from there on, which is in its first page.
+    With `start`, a token of its first page, a slot sees its tokens from there on.
 
     A program reads the live tokens of one slot and kv head; where slots and heads are few, several share them. The
     kernel shipped with JAX is deprecated since 0.11, and rounds unnormalised parts to the query's dtype.

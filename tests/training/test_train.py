@@ -321,6 +321,16 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
 
 
 @pytest.mark.slow  # test_draw_ahead.py has one, and resumed runs with evaluations are above
+def test_without_its_checkpoints_a_run_says_that_it_begins_again(start, tmp_path):
+    workdir = tmp_path / "run"
+    first, _ = finish(start(workdir, "--config.iterations=1"))
+    shutil.rmtree(workdir / "checkpoints")
+    again, _ = finish(start(workdir, "--config.iterations=1"))
+    assert "no checkpoint" not in first
+    assert f"warning: {workdir} has metrics and no checkpoint: the run begins again" in again
+    assert len(writers.read_metrics(workdir)) == 1
+
+
 def test_more_iterations(unbroken, tmp_path, capsys):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     train.main(config_lib.replaced(saved_config(workdir), {"iterations": ITERATIONS + 2}), workdir)
