@@ -3,6 +3,7 @@
     ceilings    bytes a second of a large copy, operations a second of a large product
     hand_over   the cast of the learner's float32 weights to those that decode
     sampling    prefill: prompts, with one response token each; decode: whole responses, with their prompts' prefill
+    pages       attention of decoding over pages of each kind, by each implementation for the device
     loss        log-probabilities over the vocabulary, forward and backward
     attention   of one layer of the learner, forward and backward, by each implementation for the device
     update      one update of the learner
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jax.typing import DTypeLike
 
 from bench import command_line, engines, inputs, loss, models, rollout, update, workloads
 from bench.measuring import machine, median_seconds
@@ -39,7 +41,10 @@ from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture, to_hf
+from reinforce_ada_jax.policy.quantization import Quantized, quantize
 from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM, paged_attention
+from reinforce_ada_jax.sampling.pages import padded_head_dim
 
 # Of all parts together; what has not ended by then is reported as missing.
 LIMIT_S = 480.0
@@ -48,6 +53,8 @@ DEFAULTS = {
     "slots": 256, "window": 64, "page_size": 64, "prefill_tokens": 512, "requests": 256,
     "prompt_tokens": 512, "response_tokens": 512, "rows": 16, "micro_batches": 16, "repeat": 3, "samples_per_round": 1,
 }  # fmt: skip
+# Tokens that a slot sees with a window, in `pages`.
+WINDOW = 128
 SIZES = ("dtype", *DEFAULTS, "copy_mb", "seed")
 
 
@@ -123,6 +130,77 @@ def sampling(architecture: Architecture, options: flags.FlagValues) -> dict[str,
     }
 
 
+def pages(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
+    """Returns `pages`: seconds of a decoding step's attention in all layers, by "jnp" and by the device's own kernel.
+
+    Slots hold half to all of a prompt and a response; with a window they see their last `WINDOW` tokens. The layers
+    read the same pages. `difference` is the largest one from "jnp" after the first of them, over the largest number.
+    """
+    mesh, heads, head_dim = mesh_lib.make_mesh(data=1), architecture.num_kv_heads, architecture.head_dim
+    most, size = options.prompt_tokens + options.response_tokens, options.page_size
+    width, rng = -(-most // size), np.random.default_rng(options.seed)
+    lengths = rng.integers(most // 2, most, options.slots, dtype=np.int32, endpoint=True)
+    table = (1 + rng.permutation(options.slots * width)).reshape(options.slots, width).astype(np.int32)
+    keys = jax.random.split(jax.random.key(options.seed), 3)
+    query = jax.random.normal(keys[0], (options.slots, architecture.num_heads, head_dim))
+    pools = [jax.random.normal(key, (heads, 1 + table.size, size, head_dim)) for key in keys[1:]]
+
+    def measured_by(backend: str, dtype: DTypeLike, reach: int | None) -> dict[str, Any]:
+        padding = [(0, 0)] * 3 + [(0, padded_head_dim(head_dim, backend) - head_dim)]
+        padded = [jnp.pad(pool, padding) for pool in pools]
+        is_int8 = jnp.dtype(dtype) == jnp.int8
+        stored = [quantized_pages(pool) if is_int8 else pool.astype(dtype) for pool in padded]
+        attend = functools.partial(
+            paged_attention, lengths=jnp.asarray(lengths), table=jnp.asarray(table), backend=backend, mesh=mesh,
+            reach=None if reach is None else jnp.int32(reach),
+        )  # fmt: skip
+
+        def layers(query, *stored):
+            first = attend(query, *stored)
+            return first, jax.lax.fori_loop(1, architecture.num_layers, lambda _, x: x + attend(x, *stored), first)
+
+        program, argument = jax.jit(layers), query.astype(options.dtype if is_int8 else dtype)
+        results[backend] = (program(argument, *stored)[0],)
+        seconds = median_seconds(lambda: program(argument, *stored), options.repeat)
+        seen = np.minimum(lengths, reach or most).sum(dtype=int) * heads * architecture.num_layers
+        token_bytes = head_dim * jnp.dtype(dtype).itemsize + 4 * is_int8
+        return {"seconds": seconds, "bytes": int(2 * seen * token_bytes)}
+
+    own = FOR_PLATFORM.get(jax.default_backend(), "jnp")
+    found: dict[str, Any] = {}
+    results: dict[str, tuple[jax.Array, ...]] = {}
+    kinds = {
+        options.dtype: (options.dtype, None), "float32": (jnp.float32, None), "int8": (jnp.int8, None),
+        "window": (options.dtype, WINDOW),
+    }  # fmt: skip
+    for kind, (dtype, reach) in kinds.items():
+        results.clear()
+        found[kind] = _each(("jnp", own), functools.partial(measured_by, dtype=dtype, reach=reach), results)
+    return {"pages": found | found[options.dtype].get(own, {})}
+
+
+def quantized_pages(pool: jax.Array) -> Quantized:
+    """Returns pages in int8, with a scale for each token."""
+    rounded = quantize(pool, (-1,))
+    return rounded.replace(scale=rounded.scale[:, :, None])
+
+
+def _each(
+    names: Sequence[str], measured_by: Callable[[str], dict[str, Any]], results: dict[str, tuple[jax.Array, ...]]
+) -> dict[str, dict[str, Any]]:
+    """Returns the figures of each implementation, its difference from "jnp" among them, or why it failed."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(names):
+        try:
+            found[name] = measured_by(name)
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+            found[name] = {"failed": str(error).splitlines()[0]}
+            continue
+        if "jnp" in results:
+            found[name]["difference"] = _difference(results[name], results["jnp"])
+    return found
+
+
 def head_loss(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
     """Returns `loss`: seconds of value and gradients at the output head for the responses of a micro-batch."""
     size, dtype = architecture.hidden_size, jnp.dtype(options.dtype)
@@ -179,15 +257,7 @@ def attention(architecture: Architecture, options: flags.FlagValues) -> dict[str
 
     chosen = platform_lib.of_mesh(mesh, LearningConfig(), architecture, dtype)
     results: dict[str, tuple[jax.Array, ...]] = {}
-    implementations: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(("jnp", "blocks", chosen.attention)):
-        try:
-            implementations[name] = measured_by(name)
-        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            implementations[name] = {"failed": str(error).splitlines()[0]}
-            continue
-        if "jnp" in results:
-            implementations[name]["difference"] = _difference(results[name], results["jnp"])
+    implementations = _each(("jnp", "blocks", chosen.attention), measured_by, results)
     # Two products forwards and five backwards, of the scores up to the diagonal.
     flops = 7 * query_heads * architecture.head_dim * options.rows * (first**2 + (length - first) ** 2)
     own = implementations[chosen.attention]
@@ -227,8 +297,8 @@ def whole_update(architecture: Architecture, options: flags.FlagValues) -> dict[
 
 
 PARTS: dict[str, Callable[[Architecture, flags.FlagValues], dict[str, Any]]] = {
-    "ceilings": ceilings, "hand_over": hand_over, "sampling": sampling, "loss": head_loss,
-    "attention": attention, "update": whole_update,
+    "ceilings": ceilings, "hand_over": hand_over, "sampling": sampling, "pages": pages,
+    "loss": head_loss, "attention": attention, "update": whole_update,
 }  # fmt: skip
 
 

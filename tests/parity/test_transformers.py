@@ -204,7 +204,7 @@ def test_bfloat16_activations_round_alike(models):
     theirs, (architecture, params), recorded = models
     tokens = recorded["tokens"]
     narrow = transformers.AutoModelForCausalLM.from_config(
-        theirs.config, attn_implementation="eager", dtype=torch.bfloat16
+        copy.deepcopy(theirs.config), attn_implementation="eager", dtype=torch.bfloat16
     )
     narrow.load_state_dict(theirs.state_dict())
     with torch.no_grad():
