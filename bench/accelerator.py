@@ -182,7 +182,7 @@ def pages(architecture: Architecture, options: flags.FlagValues) -> dict[str, An
 def quantized_pages(pool: jax.Array) -> Quantized:
     """Returns pages in int8, with a scale for each token."""
     rounded = quantize(pool, (-1,))
-    return rounded.replace(scale=rounded.scale[:, :, None])
+    return Quantized(values=rounded.values, scale=rounded.scale[:, :, None])
 
 
 def _each(

@@ -21,7 +21,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.planning.roofline import decode_weight_bytes
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.sampling.engine import TAIL, Engine, enough_open_prompts, enough_pages
+from reinforce_ada_jax.sampling.engine import TAIL, Engine, choose_apart, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams, kv_token_bytes
@@ -61,12 +61,13 @@ def engine_options(workload: Workload, options: flags.FlagValues) -> EngineOptio
     # Behind a barrier no prompt is closed before the last round has begun: all of them stay open.
     few = enough_open_prompts(slots, options.samples_per_round)
     open_prompts = max(slots, len(workload.prompts)) if options.barrier else few
+    attention = choose_backend(options.attention)
     made = EngineOptions(
         slots=slots, window=options.window, page_size=options.page_size, pages=options.pages,
         open_prompts=options.open_prompts or open_prompts, prefill_tokens=options.prefill_tokens,
         max_prompt_tokens=workload.max_prompt_tokens,
         max_response_tokens=(options.max_response_tokens if options.simulate else None) or int(workload.lengths.max()),
-        stop_ids=(), seed=0, dtype=options.dtype, attention=choose_backend(options.attention),
+        stop_ids=(), seed=0, dtype=options.dtype, apart=choose_apart(attention, options.dtype), attention=attention,
         kv_dtype=options.kv_dtype, weight_dtype=options.weight_dtype, tail=TAIL,
     )  # fmt: skip
     return made if options.pages else dataclasses.replace(made, pages=enough_pages(made))

@@ -115,8 +115,8 @@ _SIMULATION = ("bandwidth", "cost", "hosts", "max_response_tokens", "simulate")
 _LENGTHS = ("lengths", "response_tokens")
 # Flags that the help of each measurement has, beside --json.
 USED = {
-    "accelerator": (*_MODEL, "copy_mb", "micro_batches", "prompt_tokens", "repeat", "requests", "response_tokens",
-                    "rows", "slots"),
+    "accelerator": (*_MODEL, "copy_mb", "micro_batches", "page_size", "prompt_tokens", "repeat", "requests",
+                    "response_tokens", "rows", "slots"),
     "adaptive": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "barrier", "max_rounds", "prompts", "repeat",
                  "samples_per_round", "scale", "speculative", "strategy"),
     "iteration": ("config", "model", "shape", *_LENGTHS, "against", "against_python", "micro_batches", "repeat", "seed",

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from reinforce_ada_jax.learning.scan_logprobs import NO_LOGIT, Cotangents, HeadConfig, Statistics
+from reinforce_ada_jax.learning.scan_logprobs import NO_LOGIT, Cotangents, HeadConfig, Statistics, dot, tile_logits
 
 # Largest share of a core's VMEM for a kernel; the compiler's own limit is 16 MiB for v5e, and tpu7x has 64 in all.
 VMEM_BYTES = 56 * 2**20
@@ -104,22 +104,6 @@ def _run(
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """Returns the product over these axes, in float32. HIGHEST keeps float32 factors whole; bfloat16 needs one pass."""
-    whole = left.dtype == jnp.float32
-    return jax.lax.dot_general(
-        left,
-        right,
-        (((left_axis,), (right_axis,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if whole else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _logits(config: HeadConfig, hidden: Array, part: Array) -> Array:
-    return _dot(hidden, part, 1, 1 - config.vocab_axis) / config.temperature
-
-
 def _on_part(config: HeadConfig, vocab_size: int, head_ref, dtype, tile, fold: Callable[[Array, int], None]) -> None:
     """Calls `fold(part, live)` with a tile of the head, of which `live` vocabulary entries exist.
 
@@ -156,7 +140,7 @@ def _statistics_kernel(config: HeadConfig, vocab_size: int, hidden_ref, head_ref
             ref[...] = jnp.zeros_like(ref)
 
     def fold(part, live):
-        logits = _logits(config, hidden_ref[...], part)
+        logits = tile_logits(config, hidden_ref[...], part)
         column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         is_target = column == target_ref[...] - tile * size
         target_logit_ref[...] += jnp.sum(jnp.where(is_target, logits, 0.0), axis=1, keepdims=True)
@@ -185,7 +169,7 @@ def _statistics_kernel(config: HeadConfig, vocab_size: int, hidden_ref, head_ref
 def _d_logits(config: HeadConfig, hidden: Array, part: Array, live: int, start, row_refs) -> Array:
     """Returns d loss / d (undivided logits) of a tile, in the products' dtype; 0 at entries that don't exist."""
     target_ref, log_sum_exp_ref, entropy_ref, d_logprob_ref, d_entropy_ref = row_refs
-    logprobs = _logits(config, hidden, part) - log_sum_exp_ref[...]
+    logprobs = tile_logits(config, hidden, part) - log_sum_exp_ref[...]
     column = jax.lax.broadcasted_iota(jnp.int32, logprobs.shape, 1)
     d_logits = jnp.where(column == target_ref[...] - start, d_logprob_ref[...], 0.0)
     d_logits -= jnp.exp(logprobs) * (d_logprob_ref[...] + d_entropy_ref[...] * (logprobs + entropy_ref[...]))
@@ -205,7 +189,7 @@ def _d_hidden_kernel(config: HeadConfig, vocab_size: int, hidden_ref, head_ref, 
 
     def fold(part, live):
         d_logits = _d_logits(config, hidden_ref[...], part, live, tile * size, row_refs)
-        sum_ref[...] += _dot(d_logits, part, 1, config.vocab_axis)
+        sum_ref[...] += dot(d_logits, part, 1, config.vocab_axis)
 
     # Entries that don't exist are 0 here, and so are their logits' gradients.
     _on_part(config, vocab_size, head_ref, hidden_ref.dtype, tile, fold)
@@ -227,7 +211,7 @@ def _d_head_kernel(config: HeadConfig, hidden_ref, head_ref, *refs) -> None:
     hidden = hidden_ref[...]
     part = head_ref[...].astype(hidden.dtype)
     d_logits = _d_logits(config, hidden, part, size, tile * size, row_refs)
-    sum_ref[...] += _dot(d_logits, hidden, 0, 0) if config.tied else _dot(hidden, d_logits, 0, 0)
+    sum_ref[...] += dot(d_logits, hidden, 0, 0) if config.tied else dot(hidden, d_logits, 0, 0)
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():

@@ -72,18 +72,26 @@ def _tiles(length: int, size: int, body: Callable[[Any, int, Any], Any], carry: 
     return body(whole * size, rest, carry) if rest else carry
 
 
-def _logits(config: HeadConfig, hidden: Float[Array, "m D"], head: Float[Array, "_ _"]) -> Float[Array, "m v"]:
+def dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    """Returns the product over these axes, in float32. HIGHEST keeps float32 factors whole; bfloat16 needs one pass."""
+    whole = left.dtype == jnp.float32
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((left_axis,), (right_axis,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if whole else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def tile_logits(config: HeadConfig, hidden: Float[Array, "m D"], head: Float[Array, "_ _"]) -> Float[Array, "m v"]:
     """Returns float32 logits over a part of the head, at the temperature; the product has the hidden states' dtype."""
-    dims = ((1,), (1 - config.vocab_axis,))
-    return jax.lax.dot_general(hidden, head, (dims, ((), ())), preferred_element_type=jnp.float32) / config.temperature
+    return dot(hidden, head, 1, 1 - config.vocab_axis) / config.temperature
 
 
 def _of_columns(x: Array, y: Array) -> Array:
     """Returns x^T y in float32."""
-
-    def plain(x: Array, y: Array) -> Array:
-        return jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
+    plain = functools.partial(dot, left_axis=0, right_axis=0)
     if x.dtype != jnp.bfloat16:
         return plain(x, y)
     return jax.lax.platform_dependent(x, y, cpu=rounded.of_columns, default=plain)
@@ -100,7 +108,7 @@ def statistics(
     """Computes the statistics over this head, whole or a part; targets count from its first entry."""
 
     def add_tile(hidden, targets, start, size, sums: Statistics) -> Statistics:
-        logits = _logits(config, hidden, _slice(head, start, size, config.vocab_axis).astype(hidden.dtype))
+        logits = tile_logits(config, hidden, _slice(head, start, size, config.vocab_axis).astype(hidden.dtype))
         max_logit = jnp.maximum(sums.max_logit, logits.max(axis=1))
         shrink, below = jnp.exp(sums.max_logit - max_logit), logits - max_logit[:, None]
         weights = jnp.exp(below)
@@ -149,13 +157,12 @@ def gradients(
             d_hidden, d_part = carry
             x, target, of_rows = jax.tree.map(lambda x: _slice(x, row, rows), (hidden, targets, cotangents))
             log_sum_exp, entropy, d_logprob, d_entropy = (x[:, None] for x in of_rows)
-            logprobs = _logits(config, x, part) - log_sum_exp
+            logprobs = tile_logits(config, x, part) - log_sum_exp
             # d logprob = 1[target] - p, d entropy = -p (log p + entropy); and all logits were divided.
             d_logits = jnp.where(_is_target(logprobs, target, start), d_logprob, 0.0)
             d_logits -= jnp.exp(logprobs) * (d_logprob + d_entropy * (logprobs + entropy))
             d_logits = (d_logits / config.temperature).astype(x.dtype)
-            dims = ((1,), (vocab_axis,))
-            d_x = jax.lax.dot_general(d_logits, part, (dims, ((), ())), preferred_element_type=jnp.float32)
+            d_x = dot(d_logits, part, 1, vocab_axis)
             d_hidden = _update(d_hidden, _slice(d_hidden, row, rows) + d_x, row, 0)
             if config.frozen_head:
                 return d_hidden, None

@@ -20,6 +20,7 @@ from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.sampling.draft_choice import with_drafts
+from reinforce_ada_jax.sampling.engine import choose_apart
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training import components as components_lib
@@ -54,7 +55,8 @@ def engine_options(config: Config, architecture: Architecture, platform: str) ->
     attention = own if config.sampling.attention == "auto" else config.sampling.attention
     if attention not in (own, "jnp"):
         raise ValueError(f"sampling.attention is {attention!r}: a {platform.upper()} takes auto, {own} or jnp.")
-    options = dataclasses.replace(options, attention=attention)
+    apart = choose_apart(attention, options.dtype)
+    options = dataclasses.replace(options, attention=attention, apart=apart)
     return with_drafts(options, architecture, config.sampling.drafts, platform)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.policy.rounded import whole_products
 from reinforce_ada_jax.policy.transformer import ATTENTION_RESULT, LayerPlace
 
 # Scores of 64 queries stay in a core's cache. Each block is compiled for itself, so a long row has larger ones.
@@ -47,7 +48,8 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _product(equation: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+    with whole_products(left.dtype):
+        return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
 
 
 def _rows(x: Array, first: int, end: int) -> Array:

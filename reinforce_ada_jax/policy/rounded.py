@@ -6,6 +6,7 @@ each step. So activations and pages are float32 there, a product rounds what it 
 in bfloat16 are carried as their bits.
 """
 
+import contextlib
 import functools
 import math
 import time
@@ -43,6 +44,15 @@ class Rounded:
 def applies(dtype: DTypeLike, platform: str) -> bool:
     """Returns True if a model in `dtype` has rounded products on a platform: bfloat16 on CPUs."""
     return platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def whole_products(dtype: DTypeLike, rounds: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which products of a model in float32 round nothing; `rounds`: they are rounded by choice.
+
+    By default GPUs round what they multiply to TF32, and TPUs to bfloat16.
+    """
+    is_whole = jnp.dtype(dtype) == jnp.float32 and not rounds
+    return jax.default_matmul_precision("float32") if is_whole else contextlib.nullcontext()
 
 
 def _matrix(values: Array) -> Array:

@@ -19,10 +19,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.policy.apart import over_layers
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, norm, norm_start, row_adapters
 from reinforce_ada_jax.policy.quantization import Quantized
-from reinforce_ada_jax.policy.rounded import Rounded, round_to_bfloat16, rounding
+from reinforce_ada_jax.policy.rounded import Rounded, round_to_bfloat16, rounding, whole_products
 
 Params = dict[str, Any]
 Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
@@ -176,7 +177,7 @@ def run(
     execution: Execution,
     adapter: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
-    """Runs all layers over `tokens`, by a scan.
+    """Runs all layers over `tokens`: by a scan, or one by one where their weights are arrays of their own.
 
     Args:
       model: from `merge`.
@@ -240,8 +241,8 @@ def run(
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
     x = _first_states(model, tokens, execution)
-    indices = jnp.arange(architecture.num_layers)
-    (x, carry), of_layers = jax.lax.scan(one_layer, (constrain(x), carry), (stacked, indices))
+    with whole_products(execution.dtype, execution.rounds):
+        (x, carry), of_layers = over_layers(one_layer, (constrain(x), carry), stacked, architecture.num_layers)
     x = rowwise(lambda x: norm(architecture, x, model.final_norm[...]), x)
     return round_to_bfloat16(x).astype(jnp.bfloat16) if execution.rounds else x, carry, of_layers
 
@@ -285,7 +286,8 @@ def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "
 
     def logits(matrix: Array) -> Array:
         matrix = matrix.astype(hidden.dtype)
-        return jnp.einsum(f"BTD,{letters}->BTV", hidden, matrix, preferred_element_type=jnp.float32)
+        with whole_products(hidden.dtype):
+            return jnp.einsum(f"BTD,{letters}->BTV", hidden, matrix, preferred_element_type=jnp.float32)
 
     if isinstance(weight, Quantized):
         return logits(weight.values) * weight.scale[None, None]

@@ -86,6 +86,11 @@ def choose_tail(architecture: Architecture) -> tuple[int, ...]:
     return TAIL if architecture.num_parameters >= SMALL_MODEL else EngineOptions.tail
 
 
+def choose_apart(attention: str, dtype: str) -> bool:
+    """Returns `EngineOptions.apart` of a training: True on GPUs, unless decoding reads the learner's own arrays."""
+    return attention == "pallas_gpu" and dtype != "float32"
+
+
 class Engine:
     """Paged decoding for one architecture on one mesh. State goes in and comes out; only programs are kept.
 
@@ -112,7 +117,8 @@ class Engine:
                 "set it to 'model'. sampling.kv_dtype may be 'int8'."
             )
         rounds = rounded.applies(options.dtype, mesh.devices.flat[0].platform)
-        options = dataclasses.replace(options, rounds=rounds)
+        is_plain = options.weight_dtype == "model" and options.adapters is None
+        options = dataclasses.replace(options, rounds=rounds, apart=options.apart and is_plain)
         self.mesh, self.spans_processes = mesh, mesh.is_multi_process
         self._is_split = learner_mesh is not None and learner_mesh != mesh
         self.architecture, self.options, self.dtype = architecture, options, jnp.dtype(options.dtype)

@@ -124,7 +124,8 @@ def pallas_tpu(
         # The generic interpreter: the simulator of a TPU, which the mode is named after, can hang on two cores.
         # True, which its annotation omits, chooses it.
         mode = pltpu.force_tpu_interpret_mode(True) if interpret else contextlib.nullcontext()  # type: ignore[arg-type]
-        with mode, jax.numpy_dtype_promotion("standard"):  # the kernel promotes bfloat16 to float32
+        # The kernel promotes bfloat16 to float32, and does not compile with products of whole float32 numbers.
+        with mode, jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("default"):
             return tpu_kernel(
                 query, key_pages, value_pages, lengths, table, pages_per_compute_block=block_pages,
                 megacore_mode=megacore_mode(num_cores, slots, key_pages.shape[0]),

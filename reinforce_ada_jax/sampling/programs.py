@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.distributed.mesh import tensor_spec, weight_sharding
 from reinforce_ada_jax.policy import lora, quantization, rounded
+from reinforce_ada_jax.policy.apart import LAYERS, Apart, apart
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.rounded import Rounded
 from reinforce_ada_jax.policy.transformer import Declared, Execution, Params, flatten, merge, nest, weight_shapes
@@ -53,9 +54,18 @@ def _map_weights(architecture: Architecture, options: EngineOptions, make: Calla
         base = nest(quantization.map_declared(make, declared))
     elif _as_bits(options):
         base = nest({name: Rounded(x) if name in quantization.SUMMED_AXES else x for name, x in flatten(base).items()})
+    elif options.apart:
+        base = nest({name: _of_each_layer(make, name, *declared[name]) for name in declared})
     if options.adapters is None:
         return base
     return lora.adapted(base, of_each(lora.adapter_shapes(architecture, options.adapters)), options.adapters)
+
+
+def _of_each_layer(make: Callable[..., Any], name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
+    """Returns `make` of a weight, or for a stacked one that of a layer's array, as often as there are layers."""
+    if not name.startswith(LAYERS):
+        return make(name, shape, axes)
+    return Apart((make(name, shape[1:], axes[1:]),) * shape[0])
 
 
 def _as_bits(options: EngineOptions) -> bool:
@@ -79,7 +89,8 @@ def _plain(params: Params, options: EngineOptions) -> Params:
         return nest(quantization.quantized_weights(flatten(lora.merged(params)), options.dtype))
     if _as_bits(options):
         return nest(rounded.as_bits(flatten(lora.merged(params))))
-    return lora.merged(params, dtype=options.dtype)
+    plain = lora.merged(params, dtype=options.dtype)
+    return nest(apart(flatten(plain))) if options.apart else plain
 
 
 def cast_adapters(adapters: Params, options: EngineOptions) -> Params:

@@ -253,6 +253,7 @@ class EngineOptions:
     stop_ids: tuple[int, ...]
     seed: int
     dtype: str  # of matrices and products
+    apart: bool = False  # weights of layers are arrays of their own (`policy/apart.py`)
     rounds: bool = False  # products round to `dtype`, bfloat16, and all else is float32 (`policy/rounded.py`)
     attention: str = "jnp"
     kv_dtype: str = "model"  # of the pages: "model", as `dtype` says, or "int8"

@@ -61,7 +61,7 @@ from reinforce_ada_jax.rewards.loading import GradeFn, Made, judge_template
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import Pair, VerifierPool
 from reinforce_ada_jax.sampling.draft_choice import with_drafts
-from reinforce_ada_jax.sampling.engine import Engine, choose_tail, enough_open_prompts, enough_pages
+from reinforce_ada_jax.sampling.engine import Engine, choose_apart, choose_tail, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.environments import Environments
@@ -221,6 +221,7 @@ def engine_options(
     # (docs/performance.md). With a barrier, no prompt closes before the last prompt's round has begun.
     open_prompts = enough_open_prompts(slots, config.collection.samples_per_round)
     barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
+    attention = choose_backend(sampling.attention, config.model.numerics)
     options = EngineOptions(
         slots=slots,
         window=sampling.window,
@@ -233,7 +234,8 @@ def engine_options(
         stop_ids=stop_ids,
         seed=config.seed,
         dtype=config.model.compute_dtype,
-        attention=choose_backend(sampling.attention, config.model.numerics),
+        apart=choose_apart(attention, config.model.compute_dtype),
+        attention=attention,
         kv_dtype=sampling.kv_dtype,
         weight_dtype=sampling.weight_dtype,
         adapters=_adapters_apart(config),

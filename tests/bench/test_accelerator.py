@@ -47,6 +47,32 @@ def test_the_hand_over_and_the_loss_count_what_they_must_do():
     assert loss["tokens"] == 2 * 5 and loss["flops"] == 6 * 32 * 16 * 10 and loss["head_backend"] == "scan"
 
 
+def test_attention_over_pages_counts_what_slots_see(monkeypatch):
+    monkeypatch.setattr(accelerator, "WINDOW", 3)
+    pages = accelerator.pages(ARCHITECTURE, OPTIONS)["pages"]
+    a = ARCHITECTURE
+    number = a.num_layers * a.num_kv_heads * a.head_dim
+    tokens = pages["bfloat16"]["jnp"]["bytes"] // (2 * 2 * number)
+    assert 2 * 5 <= tokens <= 2 * 11  # two slots hold half to all of 11 tokens
+    assert pages["float32"]["jnp"]["bytes"] == 2 * pages["bfloat16"]["jnp"]["bytes"] == 2 * pages["bytes"]
+    assert pages["int8"]["jnp"]["bytes"] == 2 * tokens * (number + 4 * a.num_layers * a.num_kv_heads)
+    assert pages["window"]["jnp"]["bytes"] == 2 * 2 * 3 * 2 * number
+    assert all(pages[kind]["jnp"]["difference"] == 0 for kind in ("bfloat16", "float32", "int8", "window"))
+
+
+def test_a_kernel_is_compared_with_jnp(monkeypatch):
+    plain = accelerator.paged_attention
+
+    def other(*arrays, backend, **options):
+        return plain(*arrays, backend="jnp", **options) * (1.5 if backend == "pallas_gpu" else 1)
+
+    monkeypatch.setattr(accelerator, "paged_attention", other)
+    monkeypatch.setattr(accelerator, "FOR_PLATFORM", {"cpu": "pallas_gpu"})
+    pages = accelerator.pages(ARCHITECTURE, OPTIONS)["pages"]
+    assert pages["float32"]["pallas_gpu"]["difference"] == pytest.approx(0.5)
+    assert pages["seconds"] == pages["bfloat16"]["pallas_gpu"]["seconds"]
+
+
 def test_implementations_of_attention_are_compared(monkeypatch):
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention mixes dtypes in its gradient
         found = accelerator.attention(ARCHITECTURE, OPTIONS)["attention"]

@@ -114,6 +114,28 @@ def test_another_dtype_is_one_copy():
     assert engine.decode_weights(weights) is weights
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_weights_of_layers_as_arrays_of_their_own_are_one_copy(split):
+    """That is how GPUs decode. Matrices in int8 and weights beside adapters stay stacked."""
+    learner, mesh = mesh_lib.make_mesh(tensor=2), None
+    if split:
+        learner, mesh = mesh_lib.split_meshes(MeshConfig(tensor=2, sampler=2))
+    options = dataclasses.replace(tiny.OPTIONS, pages=14, dtype="float16", apart=True)
+    engine = Engine(tiny.ARCHITECTURE, options, mesh=mesh or learner, learner_mesh=learner if split else None)
+    params = tiny.params_on(learner)
+    weights = engine.decode_weights(params)
+    assert (
+        engine.decodes_from(weights) and not engine.decodes_from(params) and engine.decode_weights(weights) is weights
+    )
+    up = weights["layers"]["mlp"]["up"].arrays
+    assert [x.sharding.shard_shape(x.shape) for x in up] == [(32, 32)] * 2  # half of 64 columns
+    for number, own in enumerate(up):
+        np.testing.assert_array_equal(own, params["layers"]["mlp"]["up"][number].astype("float16"))
+    np.testing.assert_array_equal(weights["embedding"], params["embedding"].astype("float16"))
+    assert not tiny_engine(apart=True, weight_dtype="int8").options.apart
+    assert not tiny_engine(apart=True, adapters=ALL).options.apart
+
+
 def test_matrices_in_int8_are_one_copy():
     mesh = mesh_lib.make_mesh(fsdp=2, tensor=2)
     engine, params = tiny_engine(mesh, weight_dtype="int8"), tiny.params_on(mesh)

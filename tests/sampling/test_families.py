@@ -25,11 +25,29 @@ from tests.sampling import tiny
     ],
 )  # fmt: skip
 def test_the_engine_agrees_with_a_full_forward_pass(family, tensor, attention):
+    check_logprobs(family, tensor, attention=attention)
+
+
+@pytest.mark.parametrize(("family", "tensor"), [("gemma3", 2), ("qwen3_moe", 1)])
+def test_so_it_does_where_weights_of_layers_are_arrays_of_their_own(family, tensor):
+    engine = check_logprobs(family, tensor, apart=True)
+    stacked = Engine(engine.architecture, dataclasses.replace(engine.options, apart=False), mesh=engine.mesh)
+    shape = "x".join(map(str, transformer.weight_shapes(engine.architecture)["layers.attention.query"][0]))
+
+    def takes_a_layers_part(engine):
+        lines = engine.programs()["decode window"]().as_text().splitlines()
+        return any("dynamic_slice" in line and f"tensor<{shape}xf32>" in line for line in lines)
+
+    assert takes_a_layers_part(stacked) and not takes_a_layers_part(engine)
+
+
+def check_logprobs(family, tensor, **changes):
     architecture, params, _ = recording.golden(family)
     mesh = mesh_lib.make_mesh(tensor=tensor)
-    options = dataclasses.replace(tiny.OPTIONS, slots=4, attention=attention)
+    options = dataclasses.replace(tiny.OPTIONS, slots=4, **changes)
     options = dataclasses.replace(options, pages=enough_pages(options))
-    rollouts = Rollouts(Engine(architecture, options, mesh=mesh))
+    engine = Engine(architecture, options, mesh=mesh)
+    rollouts = Rollouts(engine)
     placed = jax.device_put(params, transformer.param_shardings(architecture, mesh))
     prompts = tiny.PROMPTS[2:4]
     pools = tiny.collect_pools(rollouts, tiny.strategies.fixed(3), prompts=prompts, params=placed)
@@ -40,6 +58,7 @@ def test_the_engine_agrees_with_a_full_forward_pass(family, tensor, attention):
             start = len(pool.prompt.tokens)
             wanted = [logprobs[start + number - 1, token] for number, token in enumerate(response.tokens.tolist())]
             np.testing.assert_allclose(response.logprobs, wanted, rtol=0, atol=1e-4)
+    return engine
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])

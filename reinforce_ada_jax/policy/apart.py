@@ -1,0 +1,54 @@
+"""Weights of layers as arrays of their own: how a GPU reads them in decoding.
+
+A loop over stacked weights takes a layer's part of them in each turn. On GPUs products don't read such a part where it
+lies: XLA copies it first, so that the weights of the layers pass through memory three times in a step. They do read
+whole arrays. The layers are then computed one after the other, without a loop (`transformer.run`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+LAYERS = "layers."  # begins the names of the stacked weights
+
+
+@struct.dataclass
+class Apart:
+    """A weight of all layers: an array for each."""
+
+    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
+
+    arrays: tuple[Any, ...]
+
+
+def apart(weights: dict[str, jax.Array]) -> dict[str, jax.Array | Apart]:
+    """Returns weights by dotted path, the stacked ones as arrays of their own."""
+    return {
+        name: Apart(tuple(weight[number] for number in range(len(weight)))) if name.startswith(LAYERS) else weight
+        for name, weight in weights.items()
+    }
+
+
+def over_layers(
+    one_layer: Callable[[Any, tuple[Any, Any]], tuple[Any, Any]], state: Any, weights: Any, num_layers: int
+) -> tuple[Any, Any]:
+    """Computes (state, value) = one_layer(state, (weights of the layer, its number)) for each layer.
+
+    It is a scan over stacked weights, and without a loop where they are apart. Returns the last state, and the values
+    stacked along a leading axis.
+    """
+    if not any(isinstance(leaf, Apart) for leaf in jax.tree.leaves(weights, is_leaf=_is_apart)):
+        return jax.lax.scan(one_layer, state, (weights, jnp.arange(num_layers)))
+    values = []
+    for number in range(num_layers):
+        own = jax.tree.map(lambda weight: weight.arrays[number], weights, is_leaf=_is_apart)  # noqa: B023 (called here)
+        state, value = one_layer(state, (own, number))
+        values.append(value)
+    return state, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *values)
+
+
+def _is_apart(x: Any) -> bool:
+    return isinstance(x, Apart)
