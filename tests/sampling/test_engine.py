@@ -116,7 +116,7 @@ def test_another_dtype_is_one_copy():
 
 @pytest.mark.parametrize("split", [False, True])
 def test_weights_of_layers_as_arrays_of_their_own_are_one_copy(split):
-    """That is how GPUs decode. Matrices in int8 and weights beside adapters stay stacked."""
+    """GPUs decode so in trainings. Matrices in int8 and weights beside adapters stay stacked."""
     learner, mesh = mesh_lib.make_mesh(tensor=2), None
     if split:
         learner, mesh = mesh_lib.split_meshes(MeshConfig(tensor=2, sampler=2))
