@@ -28,9 +28,10 @@ _SPARE_S = 0.5  # for the start and the end of a sandbox
 
 
 def program_of(response: str) -> str | None:
-    """Returns the last fenced block, None if there is none or its language is not Python."""
-    blocks = _FENCED.findall(response)
-    return blocks[-1][2] if blocks and blocks[-1][1].lower() in _PYTHON else None
+    """Returns the last fenced block that is marked as Python, or else the last without a mark; None: there is none."""
+    blocks = {language.lower() in _PYTHON[1:]: text for _, language, text in _FENCED.findall(response)
+              if language.lower() in _PYTHON}  # fmt: skip
+    return blocks.get(True, blocks.get(False))
 
 
 def _same_token(written: str, expected: str) -> bool:

@@ -27,6 +27,9 @@ PLAIN = (bool, int, float, str)
 CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 # Values of Python's own classes, which travel as the arguments that make them again.
 MADE = {
+    "builtins.complex": lambda value: [value.real, value.imag],
+    "collections.Counter": lambda value: [dict(value)],
+    "collections.OrderedDict": lambda value: [list(value.items())],
     "collections.deque": lambda value: [list(value), value.maxlen],
     **dict.fromkeys(
         ("builtins.range", "datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta",
@@ -64,7 +67,26 @@ def take(value):
     return items
 
 
-SPECIAL = {"__iter__": take, "__len__": len, "__str__": str, "__repr__": repr}
+def step(value):
+    """Returns the next item of an iterator in a list, which is empty at its end."""
+    try:
+        return [next(value)]
+    except StopIteration:
+        return []
+
+
+SPECIAL = {"__iter__": take, "__len__": len, "__next__": step, "__str__": str, "__repr__": repr}
+
+
+# What a test does with an object of the program, beside calls.
+OPERATIONS = {
+    "attribute": getattr,
+    "equal": lambda target, other: target == other,
+    "instance": lambda target, other: isinstance(other, target),
+    "item": lambda target, key: target[key],
+    "set": lambda target, name_and_value: setattr(target, *name_and_value),
+    "special": lambda target, name: SPECIAL[name](target),
+}
 
 
 class Remote:
@@ -93,6 +115,17 @@ class Remote:
     def __hash__(self):
         return hash(self._number)
 
+    def __setattr__(self, name, value):
+        self._ask("set", self._number, (name, value))
+
+    def __instancecheck__(self, instance):
+        return isinstance(instance, Remote) and self._ask("instance", self._number, instance) is True
+
+    def __next__(self):
+        for item in self._ask("special", self._number, "__next__"):
+            return item
+        raise StopIteration
+
     def __iter__(self):
         return iter(self._ask("special", self._number, "__iter__"))
 
@@ -113,20 +146,19 @@ def encode(value, keep):
     """Returns a value as JSON; `keep` returns the number of an object that is no data."""
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
-    if value is None:
-        return None
-    for kind in PLAIN:
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, complex | bytes | bytearray):
-        return {"complex": [value.real, value.imag]} if isinstance(value, complex) else {"bytes": bytes(value).hex()}
+    if value is None or isinstance(value, PLAIN):
+        return next((kind(value) for kind in PLAIN if isinstance(value, kind)), None)
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).hex()}
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if name in MADE:
+        return {name: [encode(each, keep) for each in MADE[name](value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(key, keep), encode(entry, keep)] for key, entry in value.items()]}
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
             return {name: [encode(item, keep) for item in value]}
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    return {name: [encode(each, keep) for each in MADE[name](value)]} if name in MADE else {"object": keep(value)}
+    return {"object": keep(value)}
 
 
 def decode(value, find):
@@ -138,8 +170,6 @@ def decode(value, find):
         return CONTAINERS[kind](decode(item, find) for item in content)
     if kind == "dict":
         return {decode(key, find): decode(entry, find) for key, entry in content}
-    if kind == "complex":
-        return complex(*content)
     if kind in MADE:
         module, _, name = kind.partition(".")
         return getattr(importlib.import_module(module), name)(*(decode(each, find) for each in content))
@@ -162,23 +192,24 @@ def serve(connection, namespace):
             return namespace[argument]
         if what == "call":
             return target(*argument, **keywords)
-        if what == "attribute":
-            return getattr(target, argument)
-        if what == "item":
-            return target[argument]
-        return target == argument if what == "equal" else SPECIAL[argument](target)
+        return OPERATIONS[what](target, argument)
 
     lines = connection.makefile("rwb")
     for line in lines:
         what, number, argument, keywords = json.loads(line)
         try:
-            arguments = decode(argument, objects.__getitem__)
-            value = do(what, number, arguments, decode(keywords, objects.__getitem__))
+            arguments, named = (decode(each, objects.__getitem__) for each in (argument, keywords))
+            value = do(what, number, arguments, named)
             # The arguments go back: a function may have changed a list in its place.
-            answer = {"value": encode(value, keep), "arguments": encode(arguments, keep)}
+            given = {"arguments": encode(arguments, keep), "keywords": encode(named, keep)}
+            answer = {"value": encode(value, keep)} | given
+        except SystemExit as error:
+            answer = {"exit": error.code if isinstance(error.code, PLAIN) else None}
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]
-            answer = {"error": names, "text": str(error)[:1000]}
+            # The text of a KeyError is the representation of its key.
+            key = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else error
+            answer = {"error": names, "text": key if isinstance(key, PLAIN) else str(error)[:1000]}
         lines.write(json.dumps(answer).encode() + b"\n")
         lines.flush()
 
@@ -200,17 +231,20 @@ def error_of(names, text):
     for name in names:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
-            return kind(str(text)[:1000])
+            return kind(text if isinstance(text, int | float) else str(text)[:1000])
     return RuntimeError(str(text)[:1000])
 
 
 def read_answer(line, find):
-    """Returns an answer's exception (or None), value and arguments; ends the test if the answer is malformed."""
+    """Returns an answer's exception (or None), value, arguments and keywords; a malformed answer ends the test."""
     try:
         answer = json.loads(line)
+        if "exit" in answer:
+            return SystemExit(decode(answer["exit"], find)), None, (), {}
         if "error" in answer:
-            return error_of(answer["error"], answer["text"]), None, ()
-        return None, decode(answer["value"], find), decode(answer["arguments"], find)
+            return error_of(answer["error"], answer["text"]), None, (), {}
+        value, arguments, keywords = (decode(answer[part], find) for part in ("value", "arguments", "keywords"))
+        return None, value, arguments, dict(keywords)
     except MALFORMED:
         os._exit(CHANNEL_CLOSED)  # no exception: the test might expect one
 
@@ -232,16 +266,21 @@ class Solution(types.ModuleType):
 
         def ask(what, number, argument, keywords=None):
             request = [what, number, encode(argument, keep), encode(keywords or {}, keep)]
-            lines.write(json.dumps(request).encode() + b"\n")
-            lines.flush()
-            line = lines.readline(MAX_ANSWER)
+            try:
+                lines.write(json.dumps(request).encode() + b"\n")
+                lines.flush()
+                line = lines.readline(MAX_ANSWER)
+            except OSError:
+                line = b""
             if not line.endswith(b"\n"):
-                raise SystemExit(CHANNEL_CLOSED)  # the program has ended, or does not end its answer
-            error, value, arguments = read_answer(line, find)
+                # The program has ended, or is no Python, or does not end its answer. No exception: see `read_answer`.
+                os._exit(CHANNEL_CLOSED)
+            error, value, arguments, named = read_answer(line, find)
             if error is not None:
                 raise error
             if what == "call":
                 update(argument, arguments)
+                update((keywords or {}).values(), [named.get(name) for name in keywords or {}])
             return value
 
         self.__dict__["_ask"] = ask
@@ -310,8 +349,8 @@ def names_used(tree):
 
 
 def same(value, expected):
-    """Returns True if a result is the expected JSON value, with tuples as lists and floats within 1e-6."""
-    if isinstance(value, float) or isinstance(expected, float):
+    """Returns True if a result is the expected JSON value, with tuples as lists, within 1e-6 of a float."""
+    if isinstance(expected, float):
         numbers = isinstance(value, int | float) and isinstance(expected, int | float)
         if not numbers or not math.isfinite(expected):
             return numbers and (value == expected or (math.isnan(expected) and math.isnan(value)))

@@ -182,6 +182,7 @@ def test_functions_are_called_from_another_process(pool, program, columns):
         ("def f(x):\n    return []\n\ndef len(x):\n    return 3",
          {"test": "from solution import f\n\ndef test_f():\n    assert len(f(1)) == 3"}),
         ("def f(x):\n    return 0.5", {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [Infinity]}'}),
+        ("def f(x):\n    return 1.0000001", {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [1]}'}),
     ],
 )  # fmt: skip
 def test_what_is_wrong_stays_wrong(pool, program, columns):
@@ -204,15 +205,20 @@ def test_a_program_never_sees_what_is_expected(pool):
 @pytest.mark.parametrize(
     ("response", "program"),
     [
-        ("```python\na\n```\ntext\n```\nb\n```", "b\n"),
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        # What is not marked as Python may be its output, or a command that starts it.
+        ("```python\na\n```\ntext\n```\nb\n```", "a\n"),
+        ("```\na\n```\n```bash\npython a.py\n```", "a\n"),
+        ("```cpp\na\n```", None),
         ("~~~py\na\n~~~", "a\n"),
         ("````\n```\na\n````", "```\na\n"),
-        ("```python\na\n```\n```cpp\nb\n```", None),
+        ("```python\na\n```\n```cpp\nb\n```", "a\n"),
         ("print(49)", None),
         ("```python\nprint(49)", None),
     ],
 )
-def test_the_program_is_the_last_fenced_block(response, program):
+def test_the_program_is_the_last_fenced_block_of_python(response, program):
     assert code.program_of(response) == program
 
 
@@ -271,6 +277,7 @@ def test_tests_are_read_from_the_columns_of_public_sets(columns, tests):
             {"test": "'A text.'\nimport math\n\ndef check(f):\n    assert f(2) == 4"},
             "test: its code only defines names",
         ),
+        ({"test": "def check(f):\n    assert f(2) == 4\n\nprint('loaded')"}, "test: its code only defines names"),
         (
             {
                 "test_list": [

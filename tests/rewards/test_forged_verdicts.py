@@ -153,6 +153,13 @@ FORGED = {
     "no_json": ("try:\n    assert f(7) == 49\nexcept ValueError:\n    pass", writes(b"49")),
     "half_an_answer": ("try:\n    assert f(7) == 49\nexcept KeyError:\n    pass", writes(b'{"value": 1}')),
     "deep": ("try:\n    assert f(7) == 49\nexcept RecursionError:\n    pass", writes(b"[" * 5000)),
+    # No process that answers: an exception of the connection is none of the program's.
+    "no_python": ("import pytest\nwith pytest.raises(Exception):\n    f(1)", "def f(x) return x"),
+    "no_python_twice": ("for _ in range(3):\n    try:\n        f(1)\n    except BaseException:\n        pass", "f("),
+    "ends": ("try:\n    f(1)\nexcept BaseException:\n    pass", "import os\n\ndef f(x):\n    os._exit(0)"),
+    "ends_at_once": ("try:\n    f(1)\nexcept BaseException:\n    pass", "raise SystemExit"),
+    "instance": ("assert isinstance(f(1), Own)", "class Own:\n    pass\n\ndef f(x):\n    return x"),
+    "stops_step": ("wanted = f(3)\nfor each in (1, 2):\n    assert next(wanted) == each", "def f(x):\n    yield 1"),
     "exit_by_answer": ("try:\n    assert f(7) == 49\nexcept SystemExit:\n    pass",
                        writes(b'{"error": ["SystemExit"], "text": ""}')),
 }  # fmt: skip
@@ -186,6 +193,23 @@ HONEST = {
                  "def f(x):\n    return x.decode()"),
     "exit": ("try:\n    f(1)\n    raise AssertionError\nexcept SystemExit:\n    pass",
              "import sys\n\ndef f(x):\n    sys.exit(2)"),
+    "exit_code": ("import pytest\nfor _ in range(2):\n    with pytest.raises(SystemExit) as e:\n        f(1)\n"
+                  "    assert e.value.code == 2", "import sys\n\ndef f(x):\n    sys.exit(2)"),
+    "key_of_error": ("try:\n    f('a')\n    raise AssertionError\nexcept KeyError as e:\n    assert e.args == ('a',)",
+                     "def f(x):\n    return {}[x]"),
+    "is_instance": ("a = make()\nassert isinstance(a, A) and isinstance(a, Base) and not isinstance(a, B)\n"
+                 "assert not isinstance(3, A)",
+                 "class Base:\n    pass\n\nclass A(Base):\n    pass\n\nclass B(Base):\n    pass\n\n"
+                 "def make():\n    return A()"),
+    "step": ("g = f(2)\nassert next(g) == 2 and next(g) == 3 and next(g, 'end') == 'end'",
+             "def f(x):\n    yield x\n    yield x + 1"),
+    "set_attribute": ("a = A()\na.x = 5\nassert a.twice() == 10", "class A:\n    x = 1\n\n    def twice(self):\n"
+                      "        return 2 * self.x"),
+    "missing_count": ("c = f('aab')\nassert c['z'] == 0 and c.most_common(1) == [('a', 2)]",
+                      "from collections import Counter\n\ndef f(x):\n    return Counter(x)"),
+    "ordered_dict": ("assert list(f().items()) == [('b', 1), ('a', 2)] and f().popitem(last=False) == ('b', 1)",
+              "from collections import OrderedDict\n\ndef f():\n    return OrderedDict(b=1, a=2)"),
+    "changed_keyword": ("x = [2, 1]\nf(values=x)\nassert x == [1, 2]", "def f(values):\n    values.sort()"),
     "private_attribute": ("s = Stack()\ns.push(1)\nassert s._items == [1] and len(s) == 1 and s[0] == 1",
                           "class Stack:\n    def __init__(self):\n        self._items = []\n"
                           "    def push(self, x):\n        self._items.append(x)\n    def __len__(self):\n"
