@@ -202,7 +202,7 @@ def _check_multiple(name: str, value: int, of_name: str, of: int) -> None:
     if value % of:
         lower, upper = value - value % of, value + of - value % of
         use = f"{lower} or {upper}" if lower else upper
-        raise ValueError(f"{name} must be a multiple of {of_name}: {value} is not one of {of}. Use {use}.")
+        raise ValueError(f"{name} is {value}, and must be a multiple of {of_name}, which is {of}. Use {use}.")
 
 
 def iterations_are_whole_updates(config: Config) -> None:

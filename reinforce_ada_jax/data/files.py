@@ -114,9 +114,10 @@ def read_file(file: str | pathlib.Path, columns: Columns = BY_RULES) -> list[Pro
     """
     file = pathlib.Path(file)
     if not file.is_file():
+        several = " Several are written as \"('a.jsonl', 'b.jsonl')\"." if "," in str(file) else ""
         raise ValueError(
             f"There is no file {file}: name a JSONL or Parquet file, a folder that `datasets` reads, hf:NAME for a "
-            "data set of the hub, or cipher:train for the built-in task."
+            f"data set of the hub, or cipher:train for the built-in task.{several}"
         )
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(file.open("rb"))

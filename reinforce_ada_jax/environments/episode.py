@@ -23,6 +23,10 @@ class Invalid(Exception):
     """An environment returned a value that is not allowed."""
 
 
+# Of an environment's messages; chat templates leave others out, or refuse them.
+ROLES = ("user", "tool", "system")
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
@@ -36,8 +40,8 @@ def messages_of(value: Any, method: str) -> list[Message]:
             return found
     end = "" if method == "reset" else ", or a finite number, the final reward"
     raise Invalid(
-        f"{method}() returned {_shown(value)}: it must return a list of messages, each with role (not assistant) and "
-        f"content{end}"
+        f"{method}() returned {_shown(value)}: it must return a list of messages, each with role (user, tool or "
+        f"system) and content{end}"
     )
 
 
@@ -45,7 +49,7 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, Mapping) or not value.keys() >= {"role", "content"}:
         return False
     role, content = value["role"], value["content"]
-    return isinstance(role, str) and isinstance(content, str) and role not in ("", "assistant")
+    return role in ROLES and isinstance(content, str)
 
 
 def tools_of(environment: Any) -> dict[str, tools_lib.Tool]:

@@ -219,8 +219,10 @@ def regrade(
         stores: dict[str, ResponseStore] = {}
         for name, prompts in benchmarks.items():
             file = output / f"{name}.jsonl"
-            drawn = read_header(file)["drawn"] | {"problems": hash_of_problems(prompts)}
-            header = {"drawn": drawn, "graded": graded_by(config, graders.get(name, ""), prompts)}
+            stored, graded = read_header(file), graded_by(config, graders.get(name, ""), prompts)
+            header = {"drawn": stored["drawn"] | {"problems": hash_of_problems(prompts)}, "graded": graded}
+            before, now = (each["reward"] for each in (stored["graded"], graded))
+            print(f"{name}: graded by {now}" + (f", in place of {before}" if now != before else ", again"), flush=True)
             stores[name] = ResponseStore(file, header, regrade=True)
         if len({store.header["drawn"]["samples"] for store in stores.values()}) > 1:
             folder = buckets.origin(output)

@@ -65,7 +65,7 @@ class Environments:
                 self.pool.close()  # the other problems would take as long
                 raise ValueError(
                     f"environment.path cannot begin {place(problem)}: {self.pool.failure.splitlines()[0]}. Fix "
-                    "reset(), or the problem."
+                    "the environment, or the problem."
                 )
             found.append({**problem, "prompt": list(reply.messages)})
         return found

@@ -38,7 +38,7 @@ class Ending(enum.Enum):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
     ending: Ending  # how it ended
-    message: str = ""  # for the user; "" if the run finished
+    message: str = ""  # for the user; "" if the run finished now
     state: RunState | None = None  # the last state; None if the disk failed
 
 
@@ -55,7 +55,8 @@ def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, c
     if processes.is_writer() and outcome.state is not None:
         named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
         print(
-            f"finished {unit} {outcome.state.iteration}{more}. Weights: {named}/checkpoints; export them with\n"
+            f"{outcome.message}\n".lstrip()
+            + f"finished {unit} {outcome.state.iteration}{more}. Weights: {named}/checkpoints; export them with\n"
             f"  python -m reinforce_ada_jax.export --workdir={named} --output=HF_DIR"
         )
 
@@ -69,7 +70,9 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
     Raises:
       Exception: an error in this package or in a user's function; the last finished iteration is saved if possible.
     """
-    last = run.config.iterations
+    last, note = run.config.iterations, ""
+    if state.pending is None and state.iteration >= last:
+        note = f"nothing to do: iteration {state.iteration} is finished, and iterations is {last}. Raise it to go on."
     try:
         try:
             with run.verifiers, run.ahead:
@@ -89,7 +92,7 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
                     if stopped is not None:
                         raise stopped
                     _save_if_due(run, state)
-            outcome = Outcome(Ending.FINISHED, state=state)
+            outcome = Outcome(Ending.FINISHED, note, state)
         except OSError:
             raise
         except Exception as error:

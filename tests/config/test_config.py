@@ -345,11 +345,13 @@ def test_a_users_strategy_is_looked_for_when_it_is_built():
 
 def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches():
     sizes = {"collection.prompts_per_iteration": 100, "learning.prompts_per_update": 32}
-    with pytest.raises(ValueError, match="prompts_per_iteration must be a multiple .* 100 .* 32. Use 96 or 128"):
+    with pytest.raises(ValueError, match="prompts_per_iteration is 100, .* which is 32. Use 96 or 128"):
         config_lib.check(changed(**sizes))
     # 128 prompts of 4 rows are 512 rows; 3 micro-batches on 2 * 4 row shards are 24 at a time: 504 or 528.
     sizes = {"learning.micro_batches": 3, "mesh.data": 2, "mesh.fsdp": 4}
-    with pytest.raises(ValueError, match="micro_batches .* mesh.data .* mesh.fsdp: 512 .* 24. Use 504 or 528"):
+    with pytest.raises(
+        ValueError, match="is 512, .*micro_batches .* mesh.data .* mesh.fsdp, which is 24. Use 504 or 528"
+    ):
         config_lib.check(changed(**sizes))
     config_lib.check(changed(**sizes | {"learning.micro_batches": 4}))
 
@@ -357,7 +359,7 @@ def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.sampler": 3, "mesh.tensor": 2}, "mesh.sampler must be a multiple of mesh.tensor: 3"),
+        ({"mesh.sampler": 3, "mesh.tensor": 2}, "mesh.sampler is 3, and must be a multiple of mesh.tensor, which is 2"),
         ({"mesh.sampler": 1, "collection.overlap_iterations": 1}, "Set overlap_iterations to 0"),
         (
             {"mesh.sampler": 1, "collection.strategy": "estimate", "estimator.kind": "value"}
@@ -380,7 +382,10 @@ def test_devices_that_cannot_be_split(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data.max_prompt_tokens": 1022}, "mesh.context: 3070 is not one of 4. Use 3068 or 3072"),
+        (
+            {"data.max_prompt_tokens": 1022},
+            "is 3070, and must be a multiple of mesh.context, which is 4. Use 3068 or 3072",
+        ),
         ({"learning.attention": "jnp"}, "mesh.context is 4, and learning.attention is 'jnp', .* to 'auto', or"),
         ({"learning.attention": "cudnn"}, "mesh.context is 4, and learning.attention is 'cudnn'"),
         ({"model.numerics": "invariant"}, "mesh.context is 4: it is made for one device. Set mesh.context to 1"),

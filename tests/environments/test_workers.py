@@ -46,7 +46,7 @@ def test_turns_of_many_trajectories_in_one_process(pool):
         ("quit", "error", "SystemExit"),
         ("nan", "error", "the final reward must be finite"),
         ("text", "error", "step() returned 'well done': it must return a list of messages"),
-        ("assistant", "error", "each with role (not assistant)"),
+        ("assistant", "error", "each with role (user, tool or system)"),
         ("empty", "error", "step() returned []"),
         ("none", "error", "step() returned None"),
         ("dict", "error", "step() returned {'role': 'user', 'content': 'a message'}"),

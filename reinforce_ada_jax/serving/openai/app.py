@@ -57,8 +57,11 @@ class App:
         self._backends = backends
 
     def stop(self) -> None:
-        """Ends what runs when --grace_s have passed; what comes then is refused."""
-        asyncio.get_running_loop().call_later(self.settings.grace_s, self._end_all)
+        """Ends what runs when --grace_s have passed, which it says; what comes then is refused."""
+        grace_s, running = self.settings.grace_s, len(self._calls)
+        if running:
+            print(f"stopping    {grace_s:g} s are left for requests not yet answered: {running}", flush=True)
+        asyncio.get_running_loop().call_later(grace_s, self._end_all)
 
     def _end_all(self) -> None:
         self._is_ending = True
