@@ -32,6 +32,10 @@ _WORD_AS_INDEX = re.compile(
     r"|(\{\s*)?\\(arg|det|dim|exp|gcd|inf|lim|max|min|sup)(?![A-Za-z])\s*(?(2)\}))"
 )
 _CONSTANT_WITH_INDEX = re.compile(r"(?<![A-Za-z\\])([EeI])_\s*(?:\{\s*([A-Za-z0-9, ]+?)\s*\}|([A-Za-z0-9]))")
+# Groups of three digits, in LaTeX and with the narrow and the unbreakable spaces of Unicode.
+_DIGIT_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|[~ \u00a0\u2009\u202f])\d{3})+(?!\d)")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)e([+-]?\d+)(?![\w.])")
+_CHOICE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{\s*\([A-J]\)\s*\}(?:\\?[ ,;:]|~|\\q?quad(?![A-Za-z]))*(?=\S)")
 # Replacements for letters of constants; the index keeps the old letter, so that different names stay different.
 _FREE_LETTERS = {"E": r"\zeta", "e": r"\eta", "I": r"\xi"}
 _DECIMAL = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?\.\d+")
@@ -84,10 +88,14 @@ def normalized(text: str) -> str:
     - White space, the backslash of a control space, a tie and a full stop are removed at the end: `185\ ` is 185, `5~`
       and `5.` are 5. An ellipsis and the empty delimiter `\right.` stay.
     - A word used as an index is a name in any font: `V_{\min }` and `V_{\text{min}}` are `V_{min}`.
+    - Digits in groups of three are one number: `12\,345` and `12 345` are 12345.
+    - `3e5` is 3 * 10^5, and `90°` is `90^\circ`.
     - A letter with an index is a variable: `E_{1}` has nothing to do with Euler's number, nor `I_{0}` with the
       imaginary unit. Math-Verify drops such indices, or stops at the letter: `\frac{2}{3} E_{1}` is 2/3 to it.
     """
-    text = _ENDING.sub("", text.strip())
+    text = _ENDING.sub("", text.strip()).replace("°", r"^{\circ}")
+    text = _DIGIT_GROUPS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
+    text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
     text = _WORD_AS_INDEX.sub(lambda match: f"_{{{match[1] or match[3]}}}", text)
     return _CONSTANT_WITH_INDEX.sub(
         lambda match: f"{_FREE_LETTERS[match[1]]}_{{{match[1]}{match[2] or match[3]}}}", text
@@ -147,10 +155,18 @@ def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
     return Verdict(False, 0.0, "error" if failed else "")
 
 
+def _with_value(text: str) -> list[str]:
+    """Returns the text, and what follows the letter of a choice at its beginning."""
+    text = text.strip()
+    label = _CHOICE.match(text)
+    return [text, text[label.end() :]] if label else [text]
+
+
 def grade(response: str, answer: str) -> Verdict:
     r"""Returns reward 1 where the last `\boxed{...}` of `response` equals `answer` in the sense of Math-Verify, else 0.
 
-    The gold is parsed as LaTeX and the prediction as an expression or LaTeX; `x \in [1, 2]` equals `1 \le x \le 2`.
+    The gold is parsed as LaTeX and the prediction as an expression or LaTeX; `x \in [1, 2]` equals `1 \le x \le 2`. The
+    letter of a choice may precede a value: `\textbf{(C)}\ 5` is also 5.
 
     Args:
       response: the text of a response.
@@ -168,7 +184,8 @@ def grade(response: str, answer: str) -> Verdict:
     decimals = _decimals(normalized(boxed), normalized(answer))
     # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
     try:
-        pairs = itertools.product(read(answer), read(boxed, ("expression", "latex")))
+        predictions = [found for text in _with_value(boxed) for found in read(text, ("expression", "latex"))]
+        pairs = itertools.product([found for text in _with_value(answer) for found in read(text)], predictions)
     except Exception:
         return Verdict(False, 0.0, "error")
     return verdict(pairs, float_rounding=decimals, allow_set_relation_comp=True)
