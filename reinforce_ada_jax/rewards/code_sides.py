@@ -142,6 +142,39 @@ class Remote:
         return self._ask("special", self._number, "__repr__")
 
 
+class RemoteException(type):
+    """A class of exceptions of the program, as the test sees it, for `except`, `pytest.raises` and `isinstance`."""
+
+    def __new__(cls, name, bases, remote):
+        return super().__new__(cls, name, bases, {"_remote": remote, "__getattr__": Remote.__getattr__})
+
+    def __init__(cls, name, bases, remote):
+        super().__init__(name, bases, {})
+
+    def __call__(cls, *args, **kwargs):
+        return cls._remote(*args, **kwargs)
+
+    def __getattr__(cls, name):
+        return Remote.__getattr__(cls._remote, name)
+
+    def __instancecheck__(cls, instance):
+        return super().__instancecheck__(instance) or isinstance(instance, cls._remote)
+
+    def error(cls, text, number):
+        """Returns an error of this class, whose attributes are those of the program's."""
+        error = type.__call__(cls, text)
+        error.__dict__.update(_ask=cls._remote._ask, _number=number)
+        return error
+
+
+def described(kind, keep):
+    """Returns a class of exceptions as JSON: the names of its order of resolution for Python's own, else a record."""
+    if kind.__module__ == "builtins":
+        return [each.__name__ for each in kind.__mro__]
+    bases = [described(base, keep) for base in kind.__bases__ if issubclass(base, BaseException)]
+    return {"name": kind.__name__, "bases": bases, "number": keep(kind)}
+
+
 def encode(value, keep):
     """Returns a value as JSON; `keep` returns the number of an object that is no data."""
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
@@ -158,7 +191,8 @@ def encode(value, keep):
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
             return {name: [encode(item, keep) for item in value]}
-    return {"object": keep(value)}
+    is_exception = isinstance(value, type) and issubclass(value, Exception)
+    return {"exception": described(value, keep)} if is_exception else {"object": keep(value)}
 
 
 def decode(value, find):
@@ -173,7 +207,7 @@ def decode(value, find):
     if kind in MADE:
         module, _, name = kind.partition(".")
         return getattr(importlib.import_module(module), name)(*(decode(each, find) for each in content))
-    if kind not in ("bytes", "object"):
+    if kind not in ("bytes", "object", "exception"):
         raise ValueError(f"no kind of data: {kind}")
     return bytes.fromhex(content) if kind == "bytes" else find(content)
 
@@ -206,10 +240,10 @@ def serve(connection, namespace):
         except SystemExit as error:
             answer = {"exit": error.code if isinstance(error.code, PLAIN) else None}
         except Exception as error:
-            names = [kind.__name__ for kind in type(error).__mro__]
             # The text of a KeyError is the representation of its key.
             key = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else error
-            answer = {"error": names, "text": key if isinstance(key, PLAIN) else str(error)[:1000]}
+            text = key if isinstance(key, PLAIN) else str(error)[:1000]
+            answer = {"error": described(type(error), keep), "text": text, "number": keep(error)}
         lines.write(json.dumps(answer).encode() + b"\n")
         lines.flush()
 
@@ -226,25 +260,42 @@ def update(old, new):
             mine.update(theirs)
 
 
-def error_of(names, text):
-    """Returns the first of the named exceptions of Python that may be raised in a test; else a RuntimeError."""
-    for name in names:
-        kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
-            return kind(text if isinstance(text, int | float) else str(text)[:1000])
-    return RuntimeError(str(text)[:1000])
+def exception_of(value, ask, known):
+    """Returns the class of a description: of Python's the first that may be raised in a test, or a `RemoteException`.
+
+    `known` are those that were made already, by name.
+    """
+    if isinstance(value, list):
+        kinds = (getattr(builtins, name, None) for name in value)
+        kinds = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
+        return next((kind for kind in kinds if not issubclass(kind, NOT_RAISED)), RuntimeError)
+    name, number = str(value["name"]), int(value["number"])
+    if name not in known:
+        bases = dict.fromkeys(exception_of(base, ask, known) for base in value["bases"])
+        lowest = [base for base in bases if not any(issubclass(other, base) for other in bases if other is not base)]
+        known[name] = RemoteException(name, tuple(lowest), Remote(ask, number))
+    return known[name]
 
 
-def read_answer(line, find):
+def read_answer(line, ask, known):
     """Returns an answer's exception (or None), value, arguments and keywords; a malformed answer ends the test."""
+
+    def find(value):
+        return Remote(ask, value) if isinstance(value, int) else exception_of(value, ask, known)
+
     try:
         answer = json.loads(line)
         if "exit" in answer:
             return SystemExit(decode(answer["exit"], find)), None, (), {}
         if "error" in answer:
-            return error_of(answer["error"], answer["text"]), None, (), {}
+            kind, text = find(answer["error"]), answer["text"]
+            text = text if isinstance(text, int | float) else str(text)[:1000]
+            is_own = isinstance(kind, RemoteException)
+            return kind.error(text, int(answer["number"])) if is_own else kind(text), None, (), {}
         value, arguments, keywords = (decode(answer[part], find) for part in ("value", "arguments", "keywords"))
-        return None, value, arguments, dict(keywords)
+        if not isinstance(keywords, dict):
+            raise ValueError("keywords are no dict")
+        return None, value, arguments, keywords
     except MALFORMED:
         os._exit(CHANNEL_CLOSED)  # no exception: the test might expect one
 
@@ -255,14 +306,14 @@ class Solution(types.ModuleType):
     def __init__(self, connection):
         super().__init__("solution")
         lines = connection.makefile("rwb")
+        known = {}  # the program's classes of exceptions that the test has met
 
         def keep(value):
-            if isinstance(value, Remote):
+            if isinstance(value, RemoteException):
+                value = value._remote
+            if isinstance(value, Remote) or isinstance(type(value), RemoteException):
                 return value._number
             raise TypeError(f"a test can give data to the program, not {type(value).__name__}")
-
-        def find(number):
-            return Remote(ask, int(number))
 
         def ask(what, number, argument, keywords=None):
             request = [what, number, encode(argument, keep), encode(keywords or {}, keep)]
@@ -275,12 +326,15 @@ class Solution(types.ModuleType):
             if not line.endswith(b"\n"):
                 # The program has ended, or is no Python, or does not end its answer. No exception: see `read_answer`.
                 os._exit(CHANNEL_CLOSED)
-            error, value, arguments, named = read_answer(line, find)
+            error, value, arguments, named = read_answer(line, ask, known)
             if error is not None:
                 raise error
             if what == "call":
-                update(argument, arguments)
-                update((keywords or {}).values(), [named.get(name) for name in keywords or {}])
+                try:
+                    update(argument, arguments)
+                    update((keywords or {}).values(), [named.get(name) for name in keywords or {}])
+                except MALFORMED:
+                    os._exit(CHANNEL_CLOSED)
             return value
 
         self.__dict__["_ask"] = ask

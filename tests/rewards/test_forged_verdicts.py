@@ -160,6 +160,18 @@ FORGED = {
     "ends_at_once": ("try:\n    f(1)\nexcept BaseException:\n    pass", "raise SystemExit"),
     "instance": ("assert isinstance(f(1), Own)", "class Own:\n    pass\n\ndef f(x):\n    return x"),
     "stops_step": ("wanted = f(3)\nfor each in (1, 2):\n    assert next(wanted) == each", "def f(x):\n    yield 1"),
+    "other_exception": ("import pytest\nwith pytest.raises(Own):\n    f(1)",
+                        "class Own(Exception):\n    pass\n\ndef f(x):\n    raise ValueError"),
+    "no_exception": ("import pytest\nwith pytest.raises(Own):\n    f(1)",
+                     "class Own(Exception):\n    pass\n\ndef f(x):\n    return Own"),
+    "names_of_exceptions": ("e = f(1)\ntry:\n    g(1)\nexcept ValueError:\n    pass",
+                            writes(b'{"value": {"exception": {"name": "TypeError", "bases": [["ValueError"]], '
+                                   b'"number": 0}}, "arguments": {"tuple": []}, "keywords": {"dict": []}}')
+                            + "\n\ndef g(x):\n    raise TypeError"),
+    "arguments_of_no_kind": ("try:\n    f(7)\nexcept TypeError:\n    pass",
+                             writes(b'{"value": 1, "arguments": 3, "keywords": {"dict": []}}')),
+    "keywords_of_no_kind": ("try:\n    f(7)\nexcept (AttributeError, TypeError):\n    pass",
+                            writes(b'{"value": 1, "arguments": {"tuple": []}, "keywords": 3}')),
     "exit_by_answer": ("try:\n    assert f(7) == 49\nexcept SystemExit:\n    pass",
                        writes(b'{"error": ["SystemExit"], "text": ""}')),
 }  # fmt: skip
@@ -189,6 +201,19 @@ HONEST = {
     ),
     "own_exception": ("try:\n    f(1)\n    raise AssertionError\nexcept ValueError as e:\n    assert 'one' in str(e)",
                       "class E(ValueError):\n    pass\n\ndef f(x):\n    raise E('one')"),
+    "own_class_of_exceptions": (
+        "import pytest\nwith pytest.raises(Poor, match='needs 5') as e:\n    pay(5)\n"
+        "assert e.value.lacking == 5 and isinstance(e.value, ValueError) and Poor.code == 7\n"
+        "with pytest.raises(Bank):\n    pay(5)\nwith pytest.raises(KeyError):\n    pay(0)\n"
+        "try:\n    pay(5)\nexcept Poor as error:\n    assert str(error) == 'needs 5'\n"
+        "assert isinstance(Poor(3), Poor) and Poor(3).lacking == 3",
+        "class Bank(Exception):\n    pass\n\nclass Poor(Bank, ValueError):\n    code = 7\n\n"
+        "    def __init__(self, lacking):\n        super().__init__(f'needs {lacking}')\n"
+        "        self.lacking = lacking\n\n"
+        "def pay(x):\n    raise Poor(x) if x else KeyError(x)",
+    ),
+    "own_end_of_a_loop": ("try:\n    f(1)\n    raise AssertionError\nexcept Stop as e:\n    assert e.args == ('a',)",
+                          "class Stop(StopIteration, KeyError):\n    pass\n\ndef f(x):\n    raise Stop('a')"),
     "decoding": ("try:\n    f(b'\\xff')\n    raise AssertionError\nexcept ValueError:\n    pass",
                  "def f(x):\n    return x.decode()"),
     "exit": ("try:\n    f(1)\n    raise AssertionError\nexcept SystemExit:\n    pass",
