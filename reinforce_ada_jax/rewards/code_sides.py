@@ -417,7 +417,46 @@ def same(value, expected):
     return value == expected and isinstance(value, Remote) == isinstance(expected, Remote)
 
 
-def run_class(kind):
+def cases_of(function):
+    """Returns the arguments of each case of a test, as `pytest.mark.parametrize` gives them; one case without it."""
+    cases = [{}]
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names, values = mark.args[:2]
+            is_one = isinstance(names, str) and "," not in names
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+            # The other type is that of `pytest.param`.
+            rows = [value.values if type(value).__name__ == "ParameterSet" else [value] if is_one else value
+                    for value in values]  # fmt: skip
+            cases = [case | dict(zip(names, row, strict=True)) for row in rows for case in cases]
+    return cases
+
+
+def asked_for(function):
+    """Returns the names of the parameters that have no default."""
+    inspect = importlib.import_module("inspect")  # each test starts a process, and few need it
+    parameters = inspect.signature(function).parameters.values()
+    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in many]
+
+
+def run_function(function, names):
+    """Runs all cases of a test function; what else it asks for are fixtures among the names of the test."""
+
+    def value_of(name, made):
+        if name not in made:
+            wrapped = getattr(names[name], "_get_wrapped_function", None)  # of pytest from 8.4 on
+            fixture = wrapped() if wrapped else names[name].__pytest_wrapped__.obj
+            found = fixture(**{each: value_of(each, made) for each in asked_for(fixture)})
+            made[name] = next(found) if isinstance(found, types.GeneratorType) else found
+        return made[name]
+
+    for case in cases_of(function):
+        made = dict(case)
+        function(**case | {name: value_of(name, made) for name in asked_for(function)})
+
+
+def run_class(kind, names):
     """Runs the test methods of a class, as unittest or pytest does."""
     if "unittest" in sys.modules and issubclass(kind, sys.modules["unittest"].TestCase):
         tests = sys.modules["unittest"].defaultTestLoader.loadTestsFromTestCase(kind)
@@ -426,7 +465,7 @@ def run_class(kind):
         for name in [name for name in dir(kind) if name.startswith("test_")]:
             case = kind()
             getattr(case, "setup_method", bool)()
-            getattr(case, name)()
+            run_function(getattr(case, name), names)
 
 
 def run_test(connection):
@@ -450,9 +489,9 @@ def run_test(connection):
         exec(compile(tree, "test", "exec"), names)
         for name, value in list(names.items()):
             if name.startswith("test_") and callable(value):
-                value()
+                run_function(value, names)
             elif isinstance(value, type) and value.__module__ == names["__name__"]:
-                run_class(value)
+                run_class(value, names)
     os.write(verdict, test["token"].encode())
 
 

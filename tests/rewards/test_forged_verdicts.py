@@ -172,6 +172,11 @@ FORGED = {
                              writes(b'{"value": 1, "arguments": 3, "keywords": {"dict": []}}')),
     "keywords_of_no_kind": ("try:\n    f(7)\nexcept (AttributeError, TypeError):\n    pass",
                             writes(b'{"value": 1, "arguments": {"tuple": []}, "keywords": 3}')),
+    "one_case_of_pytest": (
+        "import pytest\n\n@pytest.mark.parametrize('x, wanted', [(1, 1), (7, 49)])\ndef test_f(x, wanted):\n"
+        "    assert f(x) == wanted",
+        "def f(x):\n    return 1",
+    ),
     "exit_by_answer": ("try:\n    assert f(7) == 49\nexcept SystemExit:\n    pass",
                        writes(b'{"error": ["SystemExit"], "text": ""}')),
 }  # fmt: skip
@@ -201,6 +206,23 @@ HONEST = {
     ),
     "own_exception": ("try:\n    f(1)\n    raise AssertionError\nexcept ValueError as e:\n    assert 'one' in str(e)",
                       "class E(ValueError):\n    pass\n\ndef f(x):\n    raise E('one')"),
+    "cases_of_pytest": (
+        "import pytest\n\n@pytest.mark.parametrize('x, wanted', [(1, 1), pytest.param(7, 49, id='seven')])\n"
+        "@pytest.mark.parametrize('times', [1, 2])\ndef test_f(x, wanted, times, more=0):\n"
+        "    assert times * f(x) == times * wanted + more\n\n"
+        "class TestF:\n    @pytest.mark.parametrize(('x',), [(3,)])\n    def test_f(self, x):\n"
+        "        assert f(x) == 9",
+        "def f(x):\n    return x * x",
+    ),
+    "fixtures_of_pytest": (
+        "import pytest\n\n@pytest.fixture\ndef seven():\n    return 7\n\n@pytest.fixture()\ndef stack(seven):\n"
+        "    s = Stack()\n    s.push(seven)\n    yield s\n\ndef test_f(stack, seven):\n"
+        "    assert stack.pop() == seven\n\n"
+        "@pytest.mark.parametrize('x', [1, 2])\ndef test_again(x, stack):\n    assert stack.pop() == 7 and x",
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+        "    def push(self, x):\n        self.items.append(x)\n\n"
+        "    def pop(self):\n        return self.items.pop()",
+    ),
     "own_class_of_exceptions": (
         "import pytest\nwith pytest.raises(Poor, match='needs 5') as e:\n    pay(5)\n"
         "assert e.value.lacking == 5 and isinstance(e.value, ValueError) and Poor.code == 7\n"
