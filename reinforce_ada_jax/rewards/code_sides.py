@@ -37,6 +37,9 @@ MADE = {
         lambda value: value.__reduce__()[1],
     ),
 }  # fmt: skip
+DATA = (*PLAIN, *CONTAINERS.values(), bytes, dict)
+PURE = (abs, all, any, chr, divmod, hash, len, max, min, ord, pow, repr, round, sorted, sum)
+BUILTIN_TYPES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
 # Exceptions from reading an answer that `serve` did not write.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 # Exceptions that end a loop (they become RuntimeError, as in a generator), or that need more than a text.
@@ -172,11 +175,11 @@ def described(kind, keep):
     if kind.__module__ == "builtins":
         return [each.__name__ for each in kind.__mro__]
     bases = [described(base, keep) for base in kind.__bases__ if issubclass(base, BaseException)]
-    return {"name": kind.__name__, "bases": bases, "number": keep(kind)}
+    return {"name": kind.__name__, "bases": bases, **keep(kind)}
 
 
 def encode(value, keep):
-    """Returns a value as JSON; `keep` returns the number of an object that is no data."""
+    """Returns a value as JSON; `keep` returns {kind: number} of an object that is no data."""
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, PLAIN):
@@ -191,12 +194,18 @@ def encode(value, keep):
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
             return {name: [encode(item, keep) for item in value]}
-    is_exception = isinstance(value, type) and issubclass(value, Exception)
-    return {"exception": described(value, keep)} if is_exception else {"object": keep(value)}
+    return of_type(value, keep) if isinstance(value, type) else keep(value)
+
+
+def of_type(kind, keep):
+    """Returns a type as JSON: Python's own by their names, so that both sides have the same."""
+    if issubclass(kind, Exception):
+        return {"exception": described(kind, keep)}
+    return {"type": kind.__name__} if BUILTIN_TYPES.get(kind.__name__) is kind else keep(kind)
 
 
 def decode(value, find):
-    """Returns the value of `encode`; `find` returns the object of a number."""
+    """Returns the value of `encode`; `find` returns the object of a number, a description or a function's number."""
     if value is None or isinstance(value, PLAIN):
         return value
     ((kind, content),) = value.items()
@@ -207,45 +216,69 @@ def decode(value, find):
     if kind in MADE:
         module, _, name = kind.partition(".")
         return getattr(importlib.import_module(module), name)(*(decode(each, find) for each in content))
-    if kind not in ("bytes", "object", "exception"):
+    if kind == "type":
+        return BUILTIN_TYPES[content]
+    if kind not in ("bytes", "object", "exception", "function"):
         raise ValueError(f"no kind of data: {kind}")
-    return bytes.fromhex(content) if kind == "bytes" else find(content)
+    return bytes.fromhex(content) if kind == "bytes" else find({kind: content} if kind == "function" else content)
 
 
-def serve(connection, namespace):
-    """Answers the test's requests with the program's functions until it closes the socket."""
-    objects = [namespace]
+class Served:
+    """The program's side of the connection: its objects, by number; the first is the namespace."""
 
-    def keep(value):
-        objects.append(value)
-        return len(objects) - 1
+    def __init__(self, connection, namespace):
+        self.objects: list = [namespace]
+        self.lines = connection.makefile("rwb")
 
-    def do(what, number, argument, keywords):
-        target = objects[number]
+    def serve(self):
+        """Answers the test's requests with the program's functions until it closes the socket."""
+        for line in self.lines:
+            self.answer(*json.loads(line))
+
+    def keep(self, value):
+        self.objects.append(value)
+        return {"object": len(self.objects) - 1}
+
+    def find(self, value):
+        """Returns an object of the program, or a function that calls one of the test."""
+        if isinstance(value, int):
+            return self.objects[value]
+        return lambda *args, **keywords: self.call_back(value["function"], args, keywords)
+
+    def send(self, message):
+        self.lines.write(json.dumps(message).encode() + b"\n")
+        self.lines.flush()
+
+    def call_back(self, function, args, keywords):
+        self.send({"call": function, "arguments": encode(args, self.keep), "keywords": encode(keywords, self.keep)})
+        # The test's function may itself call the program, before it returns.
+        while isinstance(message := json.loads(self.lines.readline()), list):
+            self.answer(*message)
+        if "error" in message:
+            raise exception_of(message["error"], None, {})(message["text"])
+        return decode(message["value"], self.find)
+
+    def do(self, what, number, argument, keywords):
+        target = self.objects[number]
         if what == "name":
-            return namespace[argument]
-        if what == "call":
-            return target(*argument, **keywords)
-        return OPERATIONS[what](target, argument)
+            return target[argument]
+        return target(*argument, **keywords) if what == "call" else OPERATIONS[what](target, argument)
 
-    lines = connection.makefile("rwb")
-    for line in lines:
-        what, number, argument, keywords = json.loads(line)
+    def answer(self, what, number, argument, keywords):
         try:
-            arguments, named = (decode(each, objects.__getitem__) for each in (argument, keywords))
-            value = do(what, number, arguments, named)
+            arguments, named = (decode(each, self.find) for each in (argument, keywords))
+            value = self.do(what, number, arguments, named)
             # The arguments go back: a function may have changed a list in its place.
-            given = {"arguments": encode(arguments, keep), "keywords": encode(named, keep)}
-            answer = {"value": encode(value, keep)} | given
+            given = {"arguments": encode(arguments, self.keep), "keywords": encode(named, self.keep)}
+            answer = {"value": encode(value, self.keep)} | given
         except SystemExit as error:
             answer = {"exit": error.code if isinstance(error.code, PLAIN) else None}
         except Exception as error:
             # The text of a KeyError is the representation of its key.
             key = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else error
             text = key if isinstance(key, PLAIN) else str(error)[:1000]
-            answer = {"error": described(type(error), keep), "text": text, "number": keep(error)}
-        lines.write(json.dumps(answer).encode() + b"\n")
-        lines.flush()
+            answer = {"error": described(type(error), self.keep), "text": text, **self.keep(error)}
+        self.send(answer)
 
 
 def update(old, new):
@@ -269,7 +302,7 @@ def exception_of(value, ask, known):
         kinds = (getattr(builtins, name, None) for name in value)
         kinds = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
         return next((kind for kind in kinds if not issubclass(kind, NOT_RAISED)), RuntimeError)
-    name, number = str(value["name"]), int(value["number"])
+    name, number = str(value["name"]), int(value["object"])
     if name not in known:
         bases = dict.fromkeys(exception_of(base, ask, known) for base in value["bases"])
         lowest = [base for base in bases if not any(issubclass(other, base) for other in bases if other is not base)]
@@ -277,21 +310,16 @@ def exception_of(value, ask, known):
     return known[name]
 
 
-def read_answer(line, ask, known):
+def read_answer(answer, find):
     """Returns an answer's exception (or None), value, arguments and keywords; a malformed answer ends the test."""
-
-    def find(value):
-        return Remote(ask, value) if isinstance(value, int) else exception_of(value, ask, known)
-
     try:
-        answer = json.loads(line)
         if "exit" in answer:
             return SystemExit(decode(answer["exit"], find)), None, (), {}
         if "error" in answer:
             kind, text = find(answer["error"]), answer["text"]
             text = text if isinstance(text, int | float) else str(text)[:1000]
             is_own = isinstance(kind, RemoteException)
-            return kind.error(text, int(answer["number"])) if is_own else kind(text), None, (), {}
+            return kind.error(text, int(answer["object"])) if is_own else kind(text), None, (), {}
         value, arguments, keywords = (decode(answer[part], find) for part in ("value", "arguments", "keywords"))
         if not isinstance(keywords, dict):
             raise ValueError("keywords are no dict")
@@ -300,44 +328,84 @@ def read_answer(line, ask, known):
         os._exit(CHANNEL_CLOSED)  # no exception: the test might expect one
 
 
+def may_be_called(value):
+    """Returns True for functions of the test, mocks, and functions of Python that only compute, unlike `eval`."""
+    owner = getattr(value, "__self__", None) if isinstance(value, types.BuiltinMethodType) else None
+    return callable(value) and (
+        getattr(value, "__module__", None) in ("test", "math", "_operator")
+        or type(value).__module__ == "unittest.mock"
+        or getattr(value, "__objclass__", None) in DATA
+        or isinstance(owner, DATA)
+        or any(value is each for each in PURE)
+    )
+
+
+class Asked:
+    """The test's side of the connection. Whatever is wrong with an answer ends the test: see `read_answer`."""
+
+    def __init__(self, connection):
+        self.lines = connection.makefile("rwb")
+        self.known = {}  # the program's classes of exceptions that the test has met, by name
+        self.functions = []  # of the test, that the program may call
+
+    def keep(self, value):
+        if isinstance(value, RemoteException):
+            value = value._remote
+        if isinstance(value, Remote) or isinstance(type(value), RemoteException):
+            return {"object": value._number}
+        if may_be_called(value):
+            self.functions.append(value)
+            return {"function": len(self.functions) - 1}
+        raise TypeError(f"a test can give data and its own functions to the program, not {type(value).__name__}")
+
+    def find(self, value):
+        return Remote(self.ask, value) if isinstance(value, int) else exception_of(value, self.ask, self.known)
+
+    def send(self, message):
+        """Sends a message, and returns the next one of the program; ends the test if there is none."""
+        try:
+            self.lines.write(json.dumps(message).encode() + b"\n")
+            self.lines.flush()
+            return json.loads(self.lines.readline(MAX_ANSWER))
+        except (OSError, *MALFORMED):
+            os._exit(CHANNEL_CLOSED)  # the program has ended, or is no Python, or does not end its answer
+
+    def called_back(self, request):
+        """Returns the answer of a function of the test that the program calls."""
+        try:
+            function = self.functions[request["call"]]
+            arguments, keywords = (decode(request[part], self.find) for part in ("arguments", "keywords"))
+        except MALFORMED:
+            os._exit(CHANNEL_CLOSED)
+        try:
+            return {"value": encode(function(*arguments, **keywords), self.keep)}  # pyright: ignore  # a dict, or an error
+        except Exception as error:
+            return {"error": [kind.__name__ for kind in type(error).__mro__], "text": str(error)[:1000]}
+
+    def ask(self, what, number, argument, keywords=None):
+        """Returns what the program answers; raises its exception."""
+        keywords = keywords or {}
+        answer = self.send([what, number, encode(argument, self.keep), encode(keywords, self.keep)])
+        while isinstance(answer, dict) and "call" in answer:
+            answer = self.send(self.called_back(answer))
+        error, value, arguments, named = read_answer(answer, self.find)
+        if error is not None:
+            raise error
+        try:
+            if what == "call":
+                update(argument, arguments)
+                update(keywords.values(), [named.get(name) for name in keywords])
+        except MALFORMED:
+            os._exit(CHANNEL_CLOSED)
+        return value
+
+
 class Solution(types.ModuleType):
     """Module of the program's names, for tests; also what `from solution import f` finds."""
 
     def __init__(self, connection):
         super().__init__("solution")
-        lines = connection.makefile("rwb")
-        known = {}  # the program's classes of exceptions that the test has met
-
-        def keep(value):
-            if isinstance(value, RemoteException):
-                value = value._remote
-            if isinstance(value, Remote) or isinstance(type(value), RemoteException):
-                return value._number
-            raise TypeError(f"a test can give data to the program, not {type(value).__name__}")
-
-        def ask(what, number, argument, keywords=None):
-            request = [what, number, encode(argument, keep), encode(keywords or {}, keep)]
-            try:
-                lines.write(json.dumps(request).encode() + b"\n")
-                lines.flush()
-                line = lines.readline(MAX_ANSWER)
-            except OSError:
-                line = b""
-            if not line.endswith(b"\n"):
-                # The program has ended, or is no Python, or does not end its answer. No exception: see `read_answer`.
-                os._exit(CHANNEL_CLOSED)
-            error, value, arguments, named = read_answer(line, ask, known)
-            if error is not None:
-                raise error
-            if what == "call":
-                try:
-                    update(argument, arguments)
-                    update((keywords or {}).values(), [named.get(name) for name in keywords or {}])
-                except MALFORMED:
-                    os._exit(CHANNEL_CLOSED)
-            return value
-
-        self.__dict__["_ask"] = ask
+        self.__dict__["_ask"] = Asked(connection).ask
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -501,7 +569,7 @@ def run_program(connection):
     with open("program.py", encoding="utf-8") as file:
         text = file.read()
     exec(compile(text, "program.py", "exec"), namespace)
-    serve(connection, namespace)
+    Served(connection, namespace).serve()
 
 
 if __name__ == "__main__":

@@ -145,6 +145,11 @@ FORGED = {
     ),
     "function_of_the_test": ("wanted = 3000009\nassert f(lambda x: x) == wanted",
                              "def f(g):\n    return g.__globals__['wanted']"),
+    "eval_is_given": ("wanted = 3000009\nassert f(eval) == wanted", "def f(g):\n    return g('wanted')"),
+    "open_is_given": ("try:\n    f(open)\nexcept TypeError:\n    assert False",
+                      "def f(g):\n    return g('/etc/passwd')"),
+    "calls_what_is_not_given": ("try:\n    f(7)\nexcept (IndexError, LookupError):\n    pass",
+                                writes(b'{"call": 3, "arguments": {"tuple": []}, "keywords": {"dict": []}}')),
     # Answers that no program of `serve` writes.
     "bad_fraction": ("try:\n    assert f(7) == 49\nexcept (ZeroDivisionError, ValueError, TypeError):\n    pass",
                      writes(b'{"value": {"fractions.Fraction": [1, 0]}, "arguments": {"tuple": []}}')),
@@ -206,6 +211,21 @@ HONEST = {
     ),
     "own_exception": ("try:\n    f(1)\n    raise AssertionError\nexcept ValueError as e:\n    assert 'one' in str(e)",
                       "class E(ValueError):\n    pass\n\ndef f(x):\n    raise E('one')"),
+    "function_is_given": (
+        "seen = []\ndef note(x, factor=1):\n    seen.append(x)\n    return factor * f(x, None)\n"
+        "assert f(3, note) == 18 and seen == [3, 3]\nassert f(3, abs) == 3 and twice(lambda x: x + 1)(5) == 7\n"
+        "assert each(str, [1, 2]) == ['1', '2'] and kind(3) is int and kind('a') == str\n"
+        "def fails(x):\n    raise KeyError(x)\nassert guarded(fails) == 'KeyError'\n"
+        "found = []\neach(found.append, [3])\nassert found == [3] and each(str.upper, ['a']) == ['A']\n"
+        "from unittest.mock import Mock\nmock = Mock(return_value=4)\nassert each(mock, [1]) == [4]\n"
+        "mock.assert_called_once_with(1)\n"
+        "assert sorted(words(), key=lambda w: w.size)[0].size == 1",
+        "def f(x, g):\n    if g is None:\n        return 3 * x\n    return g(x) if g(x) == x else g(x, factor=2)\n\n"
+        "def twice(g):\n    return lambda x: g(g(x))\n\ndef each(g, xs):\n    return [g(x) for x in xs]\n\n"
+        "def kind(x):\n    return type(x)\n\ndef guarded(g):\n    try:\n        g(1)\n    except LookupError as e:\n"
+        "        return type(e).__name__\n\nclass Word:\n    def __init__(self, size):\n        self.size = size\n\n"
+        "def words():\n    return [Word(2), Word(1)]",
+    ),
     "cases_of_pytest": (
         "import pytest\n\n@pytest.mark.parametrize('x, wanted', [(1, 1), pytest.param(7, 49, id='seven')])\n"
         "@pytest.mark.parametrize('times', [1, 2])\ndef test_f(x, wanted, times, more=0):\n"
@@ -286,6 +306,7 @@ HONEST = {
 @pytest.fixture(scope="module")
 def rewards():
     settings = {"time_limit_s": 20.0, "max_tests": 0, "limits": LIMITS}
+    assert not FORGED.keys() & HONEST.keys()
     given = FORGED | HONEST
     pairs = [(f"```python\n{program}\n```", "", {"test_list": [test]}) for test, program in given.values()]
     with VerifierPool(Made(f"{code.__name__}:grader", settings), workers=2, time_limit_s=20.0) as pool:
