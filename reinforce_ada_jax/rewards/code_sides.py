@@ -333,7 +333,8 @@ def may_be_called(value):
     owner = getattr(value, "__self__", None) if isinstance(value, types.BuiltinMethodType) else None
     return callable(value) and (
         getattr(value, "__module__", None) in ("test", "math", "_operator")
-        or type(value).__module__ == "unittest.mock"
+        or type(value).__module__ in ("operator", "unittest.mock")
+        or (type(value).__name__ == "partial" and may_be_called(value.func))
         or getattr(value, "__objclass__", None) in DATA
         or isinstance(owner, DATA)
         or any(value is each for each in PURE)
@@ -379,6 +380,8 @@ class Asked:
             os._exit(CHANNEL_CLOSED)
         try:
             return {"value": encode(function(*arguments, **keywords), self.keep)}  # pyright: ignore  # a dict, or an error
+        except AssertionError:
+            raise  # the program must not hide it
         except Exception as error:
             return {"error": [kind.__name__ for kind in type(error).__mro__], "text": str(error)[:1000]}
 
@@ -490,7 +493,7 @@ def cases_of(function):
     cases = [{}]
     for mark in getattr(function, "pytestmark", ()):
         if mark.name == "parametrize":
-            names, values = mark.args[:2]
+            names, values = (*mark.args, *mark.kwargs.values())[:2]
             is_one = isinstance(names, str) and "," not in names
             names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
             # The other type is that of `pytest.param`.

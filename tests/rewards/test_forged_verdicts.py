@@ -145,6 +145,8 @@ FORGED = {
     ),
     "function_of_the_test": ("wanted = 3000009\nassert f(lambda x: x) == wanted",
                              "def f(g):\n    return g.__globals__['wanted']"),
+    "hides_an_assertion": ("def g(x):\n    assert x == 7\nf(g)",
+                           "def f(g):\n    try:\n        g(8)\n    except BaseException:\n        pass"),
     "eval_is_given": ("wanted = 3000009\nassert f(eval) == wanted", "def f(g):\n    return g('wanted')"),
     "open_is_given": ("try:\n    f(open)\nexcept TypeError:\n    assert False",
                       "def f(g):\n    return g('/etc/passwd')"),
@@ -216,6 +218,8 @@ HONEST = {
         "assert f(3, note) == 18 and seen == [3, 3]\nassert f(3, abs) == 3 and twice(lambda x: x + 1)(5) == 7\n"
         "assert each(str, [1, 2]) == ['1', '2'] and kind(3) is int and kind('a') == str\n"
         "def fails(x):\n    raise KeyError(x)\nassert guarded(fails) == 'KeyError'\n"
+        "from functools import partial\nfrom operator import itemgetter\n"
+        "assert each(partial(note, factor=2), [1]) == [6] and each(itemgetter(1), ['ab']) == ['b']\n"
         "found = []\neach(found.append, [3])\nassert found == [3] and each(str.upper, ['a']) == ['A']\n"
         "from unittest.mock import Mock\nmock = Mock(return_value=4)\nassert each(mock, [1]) == [4]\n"
         "mock.assert_called_once_with(1)\n"
