@@ -334,7 +334,7 @@ def may_be_called(value):
     return callable(value) and (
         getattr(value, "__module__", None) in ("test", "math", "_operator")
         or type(value).__module__ in ("operator", "unittest.mock")
-        or (type(value).__name__ == "partial" and may_be_called(value.func))
+        or (type(value).__name__ == "partial" and may_be_called(getattr(value, "func", None)))
         or getattr(value, "__objclass__", None) in DATA
         or isinstance(owner, DATA)
         or any(value is each for each in PURE)
