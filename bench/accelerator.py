@@ -42,6 +42,7 @@ from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture, to_hf
 from reinforce_ada_jax.policy.quantization import Quantized, quantize
+from reinforce_ada_jax.policy.rounded import whole_products
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM, paged_attention
 from reinforce_ada_jax.sampling.pages import padded_head_dim
@@ -156,8 +157,9 @@ def pages(architecture: Architecture, options: flags.FlagValues) -> dict[str, An
         )  # fmt: skip
 
         def layers(query, *stored):
-            first = attend(query, *stored)
-            return first, jax.lax.fori_loop(1, architecture.num_layers, lambda _, x: x + attend(x, *stored), first)
+            with whole_products(query.dtype):
+                first = attend(query, *stored)
+                return first, jax.lax.fori_loop(1, architecture.num_layers, lambda _, x: x + attend(x, *stored), first)
 
         program, argument = jax.jit(layers), query.astype(options.dtype if is_int8 else dtype)
         results[backend] = (program(argument, *stored)[0],)

@@ -49,7 +49,8 @@ def applies(dtype: DTypeLike, platform: str) -> bool:
 def whole_products(dtype: DTypeLike, rounds: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which products of a model in float32 round nothing; `rounds`: they are rounded by choice.
 
-    By default GPUs round what they multiply to TF32, and TPUs to bfloat16.
+    By default GPUs round what they multiply to TF32, and TPUs to bfloat16. A backward pass that is written by hand is
+    traced elsewhere, and needs a context of its own; that of splash attention on TPUs has none.
     """
     is_whole = jnp.dtype(dtype) == jnp.float32 and not rounds
     return jax.default_matmul_precision("float32") if is_whole else contextlib.nullcontext()

@@ -37,9 +37,6 @@ MADE = {
         lambda value: value.__reduce__()[1],
     ),
 }  # fmt: skip
-DATA = (*PLAIN, *CONTAINERS.values(), bytes, dict)
-PURE = (abs, all, any, chr, divmod, hash, len, max, min, ord, pow, repr, round, sorted, sum)
-BUILTIN_TYPES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
 # Exceptions from reading an answer that `serve` did not write.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 # Exceptions that end a loop (they become RuntimeError, as in a generator), or that need more than a text.
@@ -70,15 +67,7 @@ def take(value):
     return items
 
 
-def step(value):
-    """Returns the next item of an iterator in a list, which is empty at its end."""
-    try:
-        return [next(value)]
-    except StopIteration:
-        return []
-
-
-SPECIAL = {"__iter__": take, "__len__": len, "__next__": step, "__str__": str, "__repr__": repr}
+SPECIAL = {"__iter__": take, "__len__": len, "__str__": str, "__repr__": repr}
 
 
 # What a test does with an object of the program, beside calls.
@@ -87,7 +76,6 @@ OPERATIONS = {
     "equal": lambda target, other: target == other,
     "instance": lambda target, other: isinstance(other, target),
     "item": lambda target, key: target[key],
-    "set": lambda target, name_and_value: setattr(target, *name_and_value),
     "special": lambda target, name: SPECIAL[name](target),
 }
 
@@ -118,16 +106,8 @@ class Remote:
     def __hash__(self):
         return hash(self._number)
 
-    def __setattr__(self, name, value):
-        self._ask("set", self._number, (name, value))
-
     def __instancecheck__(self, instance):
         return isinstance(instance, Remote) and self._ask("instance", self._number, instance) is True
-
-    def __next__(self):
-        for item in self._ask("special", self._number, "__next__"):
-            return item
-        raise StopIteration
 
     def __iter__(self):
         return iter(self._ask("special", self._number, "__iter__"))
@@ -145,41 +125,8 @@ class Remote:
         return self._ask("special", self._number, "__repr__")
 
 
-class RemoteException(type):
-    """A class of exceptions of the program, as the test sees it, for `except`, `pytest.raises` and `isinstance`."""
-
-    def __new__(cls, name, bases, remote):
-        return super().__new__(cls, name, bases, {"_remote": remote, "__getattr__": Remote.__getattr__})
-
-    def __init__(cls, name, bases, remote):
-        super().__init__(name, bases, {})
-
-    def __call__(cls, *args, **kwargs):
-        return cls._remote(*args, **kwargs)
-
-    def __getattr__(cls, name):
-        return Remote.__getattr__(cls._remote, name)
-
-    def __instancecheck__(cls, instance):
-        return super().__instancecheck__(instance) or isinstance(instance, cls._remote)
-
-    def error(cls, text, number):
-        """Returns an error of this class, whose attributes are those of the program's."""
-        error = type.__call__(cls, text)
-        error.__dict__.update(_ask=cls._remote._ask, _number=number)
-        return error
-
-
-def described(kind, keep):
-    """Returns a class of exceptions as JSON: the names of its order of resolution for Python's own, else a record."""
-    if kind.__module__ == "builtins":
-        return [each.__name__ for each in kind.__mro__]
-    bases = [described(base, keep) for base in kind.__bases__ if issubclass(base, BaseException)]
-    return {"name": kind.__name__, "bases": bases, **keep(kind)}
-
-
 def encode(value, keep):
-    """Returns a value as JSON; `keep` returns {kind: number} of an object that is no data."""
+    """Returns a value as JSON; `keep` returns the number of an object that is no data."""
     if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, PLAIN):
@@ -194,18 +141,11 @@ def encode(value, keep):
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
             return {name: [encode(item, keep) for item in value]}
-    return of_type(value, keep) if isinstance(value, type) else keep(value)
-
-
-def of_type(kind, keep):
-    """Returns a type as JSON: Python's own by their names, so that both sides have the same."""
-    if issubclass(kind, Exception):
-        return {"exception": described(kind, keep)}
-    return {"type": kind.__name__} if BUILTIN_TYPES.get(kind.__name__) is kind else keep(kind)
+    return {"object": keep(value)}
 
 
 def decode(value, find):
-    """Returns the value of `encode`; `find` returns the object of a number, a description or a function's number."""
+    """Returns the value of `encode`; `find` returns the object of a number."""
     if value is None or isinstance(value, PLAIN):
         return value
     ((kind, content),) = value.items()
@@ -216,69 +156,46 @@ def decode(value, find):
     if kind in MADE:
         module, _, name = kind.partition(".")
         return getattr(importlib.import_module(module), name)(*(decode(each, find) for each in content))
-    if kind == "type":
-        return BUILTIN_TYPES[content]
-    if kind not in ("bytes", "object", "exception", "function"):
+    if kind not in ("bytes", "object"):
         raise ValueError(f"no kind of data: {kind}")
-    return bytes.fromhex(content) if kind == "bytes" else find({kind: content} if kind == "function" else content)
+    return bytes.fromhex(content) if kind == "bytes" else find(content)
 
 
-class Served:
-    """The program's side of the connection: its objects, by number; the first is the namespace."""
+def serve(connection, namespace):
+    """Answers the test's requests with the program's functions until it closes the socket."""
+    objects = [namespace]
 
-    def __init__(self, connection, namespace):
-        self.objects: list = [namespace]
-        self.lines = connection.makefile("rwb")
+    def keep(value):
+        objects.append(value)
+        return len(objects) - 1
 
-    def serve(self):
-        """Answers the test's requests with the program's functions until it closes the socket."""
-        for line in self.lines:
-            self.answer(*json.loads(line))
-
-    def keep(self, value):
-        self.objects.append(value)
-        return {"object": len(self.objects) - 1}
-
-    def find(self, value):
-        """Returns an object of the program, or a function that calls one of the test."""
-        if isinstance(value, int):
-            return self.objects[value]
-        return lambda *args, **keywords: self.call_back(value["function"], args, keywords)
-
-    def send(self, message):
-        self.lines.write(json.dumps(message).encode() + b"\n")
-        self.lines.flush()
-
-    def call_back(self, function, args, keywords):
-        self.send({"call": function, "arguments": encode(args, self.keep), "keywords": encode(keywords, self.keep)})
-        # The test's function may itself call the program, before it returns.
-        while isinstance(message := json.loads(self.lines.readline()), list):
-            self.answer(*message)
-        if "error" in message:
-            raise exception_of(message["error"], None, {})(message["text"])
-        return decode(message["value"], self.find)
-
-    def do(self, what, number, argument, keywords):
-        target = self.objects[number]
+    def do(what, number, argument, keywords):
+        target = objects[number]
         if what == "name":
-            return target[argument]
-        return target(*argument, **keywords) if what == "call" else OPERATIONS[what](target, argument)
+            return namespace[argument]
+        if what == "call":
+            return target(*argument, **keywords)
+        return OPERATIONS[what](target, argument)
 
-    def answer(self, what, number, argument, keywords):
+    lines = connection.makefile("rwb")
+    for line in lines:
+        what, number, argument, keywords = json.loads(line)
         try:
-            arguments, named = (decode(each, self.find) for each in (argument, keywords))
-            value = self.do(what, number, arguments, named)
+            arguments, named = (decode(each, objects.__getitem__) for each in (argument, keywords))
+            value = do(what, number, arguments, named)
             # The arguments go back: a function may have changed a list in its place.
-            given = {"arguments": encode(arguments, self.keep), "keywords": encode(named, self.keep)}
-            answer = {"value": encode(value, self.keep)} | given
+            given = {"arguments": encode(arguments, keep), "keywords": encode(named, keep)}
+            answer = {"value": encode(value, keep)} | given
         except SystemExit as error:
             answer = {"exit": error.code if isinstance(error.code, PLAIN) else None}
         except Exception as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
             # The text of a KeyError is the representation of its key.
-            key = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else error
-            text = key if isinstance(key, PLAIN) else str(error)[:1000]
-            answer = {"error": described(type(error), self.keep), "text": text, **self.keep(error)}
-        self.send(answer)
+            is_key = type(error).__str__ is KeyError.__str__ and len(error.args) == 1
+            key = error.args[0] if is_key else error
+            answer = {"error": names, "text": key if isinstance(key, PLAIN) else str(error)[:1000]}
+        lines.write(json.dumps(answer).encode() + b"\n")
+        lines.flush()
 
 
 def update(old, new):
@@ -293,33 +210,23 @@ def update(old, new):
             mine.update(theirs)
 
 
-def exception_of(value, ask, known):
-    """Returns the class of a description: of Python's the first that may be raised in a test, or a `RemoteException`.
-
-    `known` are those that were made already, by name.
-    """
-    if isinstance(value, list):
-        kinds = (getattr(builtins, name, None) for name in value)
-        kinds = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
-        return next((kind for kind in kinds if not issubclass(kind, NOT_RAISED)), RuntimeError)
-    name, number = str(value["name"]), int(value["object"])
-    if name not in known:
-        bases = dict.fromkeys(exception_of(base, ask, known) for base in value["bases"])
-        lowest = [base for base in bases if not any(issubclass(other, base) for other in bases if other is not base)]
-        known[name] = RemoteException(name, tuple(lowest), Remote(ask, number))
-    return known[name]
+def error_of(names, text):
+    """Returns the first of the named exceptions of Python that may be raised in a test; else a RuntimeError."""
+    for name in names:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
+            return kind(text if isinstance(text, int | float) else str(text)[:1000])
+    return RuntimeError(str(text)[:1000])
 
 
-def read_answer(answer, find):
+def read_answer(line, find):
     """Returns an answer's exception (or None), value, arguments and keywords; a malformed answer ends the test."""
     try:
+        answer = json.loads(line)
         if "exit" in answer:
             return SystemExit(decode(answer["exit"], find)), None, (), {}
         if "error" in answer:
-            kind, text = find(answer["error"]), answer["text"]
-            text = text if isinstance(text, int | float) else str(text)[:1000]
-            is_own = isinstance(kind, RemoteException)
-            return kind.error(text, int(answer["object"])) if is_own else kind(text), None, (), {}
+            return error_of(answer["error"], answer["text"]), None, (), {}
         value, arguments, keywords = (decode(answer[part], find) for part in ("value", "arguments", "keywords"))
         if not isinstance(keywords, dict):
             raise ValueError("keywords are no dict")
@@ -328,87 +235,44 @@ def read_answer(answer, find):
         os._exit(CHANNEL_CLOSED)  # no exception: the test might expect one
 
 
-def may_be_called(value):
-    """Returns True for functions of the test, mocks, and functions of Python that only compute, unlike `eval`."""
-    owner = getattr(value, "__self__", None) if isinstance(value, types.BuiltinMethodType) else None
-    return callable(value) and (
-        getattr(value, "__module__", None) in ("test", "math", "_operator")
-        or type(value).__module__ in ("operator", "unittest.mock")
-        or (type(value).__name__ == "partial" and may_be_called(getattr(value, "func", None)))
-        or getattr(value, "__objclass__", None) in DATA
-        or isinstance(owner, DATA)
-        or any(value is each for each in PURE)
-    )
-
-
-class Asked:
-    """The test's side of the connection. Whatever is wrong with an answer ends the test: see `read_answer`."""
-
-    def __init__(self, connection):
-        self.lines = connection.makefile("rwb")
-        self.known = {}  # the program's classes of exceptions that the test has met, by name
-        self.functions = []  # of the test, that the program may call
-
-    def keep(self, value):
-        if isinstance(value, RemoteException):
-            value = value._remote
-        if isinstance(value, Remote) or isinstance(type(value), RemoteException):
-            return {"object": value._number}
-        if may_be_called(value):
-            self.functions.append(value)
-            return {"function": len(self.functions) - 1}
-        raise TypeError(f"a test can give data and its own functions to the program, not {type(value).__name__}")
-
-    def find(self, value):
-        return Remote(self.ask, value) if isinstance(value, int) else exception_of(value, self.ask, self.known)
-
-    def send(self, message):
-        """Sends a message, and returns the next one of the program; ends the test if there is none."""
-        try:
-            self.lines.write(json.dumps(message).encode() + b"\n")
-            self.lines.flush()
-            return json.loads(self.lines.readline(MAX_ANSWER))
-        except (OSError, *MALFORMED):
-            os._exit(CHANNEL_CLOSED)  # the program has ended, or is no Python, or does not end its answer
-
-    def called_back(self, request):
-        """Returns the answer of a function of the test that the program calls."""
-        try:
-            function = self.functions[request["call"]]
-            arguments, keywords = (decode(request[part], self.find) for part in ("arguments", "keywords"))
-        except MALFORMED:
-            os._exit(CHANNEL_CLOSED)
-        try:
-            return {"value": encode(function(*arguments, **keywords), self.keep)}  # pyright: ignore  # a dict, or an error
-        except AssertionError:
-            raise  # the program must not hide it
-        except Exception as error:
-            return {"error": [kind.__name__ for kind in type(error).__mro__], "text": str(error)[:1000]}
-
-    def ask(self, what, number, argument, keywords=None):
-        """Returns what the program answers; raises its exception."""
-        keywords = keywords or {}
-        answer = self.send([what, number, encode(argument, self.keep), encode(keywords, self.keep)])
-        while isinstance(answer, dict) and "call" in answer:
-            answer = self.send(self.called_back(answer))
-        error, value, arguments, named = read_answer(answer, self.find)
-        if error is not None:
-            raise error
-        try:
-            if what == "call":
-                update(argument, arguments)
-                update(keywords.values(), [named.get(name) for name in keywords])
-        except MALFORMED:
-            os._exit(CHANNEL_CLOSED)
-        return value
-
-
 class Solution(types.ModuleType):
     """Module of the program's names, for tests; also what `from solution import f` finds."""
 
     def __init__(self, connection):
         super().__init__("solution")
-        self.__dict__["_ask"] = Asked(connection).ask
+        lines = connection.makefile("rwb")
+
+        def keep(value):
+            if isinstance(value, Remote):
+                return value._number
+            raise TypeError(f"a test can give data to the program, not {type(value).__name__}")
+
+        def find(number):
+            return Remote(ask, int(number))
+
+        def ask(what, number, argument, keywords=None):
+            request = [what, number, encode(argument, keep), encode(keywords or {}, keep)]
+            try:
+                lines.write(json.dumps(request).encode() + b"\n")
+                lines.flush()
+                line = lines.readline(MAX_ANSWER)
+            except OSError:
+                line = b""
+            if not line.endswith(b"\n"):
+                # The program has ended, or is no Python, or does not end its answer. No exception: see `read_answer`.
+                os._exit(CHANNEL_CLOSED)
+            error, value, arguments, named = read_answer(line, find)
+            if error is not None:
+                raise error
+            if what == "call":
+                try:
+                    update(argument, arguments)
+                    update((keywords or {}).values(), [named.get(name) for name in keywords or {}])
+                except MALFORMED:
+                    os._exit(CHANNEL_CLOSED)
+            return value
+
+        self.__dict__["_ask"] = ask
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -488,46 +352,7 @@ def same(value, expected):
     return value == expected and isinstance(value, Remote) == isinstance(expected, Remote)
 
 
-def cases_of(function):
-    """Returns the arguments of each case of a test, as `pytest.mark.parametrize` gives them; one case without it."""
-    cases = [{}]
-    for mark in getattr(function, "pytestmark", ()):
-        if mark.name == "parametrize":
-            names, values = (*mark.args, *mark.kwargs.values())[:2]
-            is_one = isinstance(names, str) and "," not in names
-            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-            # The other type is that of `pytest.param`.
-            rows = [value.values if type(value).__name__ == "ParameterSet" else [value] if is_one else value
-                    for value in values]  # fmt: skip
-            cases = [case | dict(zip(names, row, strict=True)) for row in rows for case in cases]
-    return cases
-
-
-def asked_for(function):
-    """Returns the names of the parameters that have no default."""
-    inspect = importlib.import_module("inspect")  # each test starts a process, and few need it
-    parameters = inspect.signature(function).parameters.values()
-    many = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return [each.name for each in parameters if each.default is each.empty and each.kind not in many]
-
-
-def run_function(function, names):
-    """Runs all cases of a test function; what else it asks for are fixtures among the names of the test."""
-
-    def value_of(name, made):
-        if name not in made:
-            wrapped = getattr(names[name], "_get_wrapped_function", None)  # of pytest from 8.4 on
-            fixture = wrapped() if wrapped else names[name].__pytest_wrapped__.obj
-            found = fixture(**{each: value_of(each, made) for each in asked_for(fixture)})
-            made[name] = next(found) if isinstance(found, types.GeneratorType) else found
-        return made[name]
-
-    for case in cases_of(function):
-        made = dict(case)
-        function(**case | {name: value_of(name, made) for name in asked_for(function)})
-
-
-def run_class(kind, names):
+def run_class(kind):
     """Runs the test methods of a class, as unittest or pytest does."""
     if "unittest" in sys.modules and issubclass(kind, sys.modules["unittest"].TestCase):
         tests = sys.modules["unittest"].defaultTestLoader.loadTestsFromTestCase(kind)
@@ -536,7 +361,7 @@ def run_class(kind, names):
         for name in [name for name in dir(kind) if name.startswith("test_")]:
             case = kind()
             getattr(case, "setup_method", bool)()
-            run_function(getattr(case, name), names)
+            getattr(case, name)()
 
 
 def run_test(connection):
@@ -560,9 +385,9 @@ def run_test(connection):
         exec(compile(tree, "test", "exec"), names)
         for name, value in list(names.items()):
             if name.startswith("test_") and callable(value):
-                run_function(value, names)
+                value()
             elif isinstance(value, type) and value.__module__ == names["__name__"]:
-                run_class(value, names)
+                run_class(value)
     os.write(verdict, test["token"].encode())
 
 
@@ -572,7 +397,7 @@ def run_program(connection):
     with open("program.py", encoding="utf-8") as file:
         text = file.read()
     exec(compile(text, "program.py", "exec"), namespace)
-    Served(connection, namespace).serve()
+    serve(connection, namespace)
 
 
 if __name__ == "__main__":

@@ -137,10 +137,10 @@ def _runs(code: str) -> bool:
         return False
     if named:
         return True
-    called = {each.func.id for each in ast.walk(ast.parse(code)) if isinstance(each, ast.Call) and
-              isinstance(each.func, ast.Name)}  # fmt: skip
-    if any(isinstance(node, function) and node.name == "check" for node in body) and "check" not in called:
-        return any(isinstance(node, ast.Assert) for node in body)
+    loaded = {each.id for each in ast.walk(ast.parse(code)) if isinstance(each, ast.Name)}
+    if any(isinstance(node, function) and node.name == "check" for node in body) and "check" not in loaded:
+        statements = [node for node in body if not isinstance(node, (*function, ast.ClassDef))]
+        return any(isinstance(each, ast.Assert) for node in statements for each in ast.walk(node))
     for node in body:
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_guarded = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)

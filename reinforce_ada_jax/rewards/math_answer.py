@@ -33,9 +33,14 @@ _WORD_AS_INDEX = re.compile(
 )
 _CONSTANT_WITH_INDEX = re.compile(r"(?<![A-Za-z\\])([EeI])_\s*(?:\{\s*([A-Za-z0-9, ]+?)\s*\}|([A-Za-z0-9]))")
 # Groups of three digits, in LaTeX and with the narrow and the unbreakable spaces of Unicode.
-_DIGIT_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|[~ \u00a0\u2009\u202f])\d{3})+(?!\d)")
-_SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)e([+-]?\d+)(?![\w.])")
-_CHOICE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{\s*\([A-J]\)\s*\}(?:\\?[ ,;:]|~|\\q?quad(?![A-Za-z]))*(?=\S)")
+_DIGIT_GROUPS = re.compile(r"(?<![\d.,^_])\d{1,3}(?:(?:\\[,;: ]|[~ \u00a0\u2009\u202f])\d{3})+(?!\d)")
+# `2e-1` may be 2e - 1: without a decimal point there is no sign.
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:(\d+\.\d+)e([+-]?\d+)|(\d+)e(\d+))(?![\w.])")
+_DEGREES = re.compile(r"\^?\s*(?:\{\s*°\s*\}|°)")
+_CHOICE = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf)\{\s*\(([A-J])\)\s*\}(?:\\?[ ~]|\\q?quad(?![A-Za-z]))*"
+    r"(?=\d|\.\d|\\d?frac|\\sqrt|\\pi|\$)"
+)
 # Replacements for letters of constants; the index keeps the old letter, so that different names stay different.
 _FREE_LETTERS = {"E": r"\zeta", "e": r"\eta", "I": r"\xi"}
 _DECIMAL = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?\.\d+")
@@ -93,9 +98,9 @@ def normalized(text: str) -> str:
     - A letter with an index is a variable: `E_{1}` has nothing to do with Euler's number, nor `I_{0}` with the
       imaginary unit. Math-Verify drops such indices, or stops at the letter: `\frac{2}{3} E_{1}` is 2/3 to it.
     """
-    text = _ENDING.sub("", text.strip()).replace("°", r"^{\circ}")
+    text = _ENDING.sub("", text.strip())
     text = _DIGIT_GROUPS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
-    text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+    text = _SCIENTIFIC.sub(r"\1\3 \\times 10^{\2\4}", _DEGREES.sub(r"^{\\circ}", text))
     text = _WORD_AS_INDEX.sub(lambda match: f"_{{{match[1] or match[3]}}}", text)
     return _CONSTANT_WITH_INDEX.sub(
         lambda match: f"{_FREE_LETTERS[match[1]]}_{{{match[1]}{match[2] or match[3]}}}", text
@@ -155,11 +160,11 @@ def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
     return Verdict(False, 0.0, "error" if failed else "")
 
 
-def _with_value(text: str) -> list[str]:
-    """Returns the text, and what follows the letter of a choice at its beginning."""
-    text = text.strip()
+def _readings(text: str, other: str) -> list[str]:
+    """Returns the text, and the value behind the letter of a choice that begins it, if `other` has no other letter."""
+    text, letter = text.strip(), _CHOICE.match(other.strip())
     label = _CHOICE.match(text)
-    return [text, text[label.end() :]] if label else [text]
+    return [text, text[label.end() :]] if label and (not letter or letter[1] == label[1]) else [text]
 
 
 def grade(response: str, answer: str) -> Verdict:
@@ -184,8 +189,8 @@ def grade(response: str, answer: str) -> Verdict:
     decimals = _decimals(normalized(boxed), normalized(answer))
     # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
     try:
-        predictions = [found for text in _with_value(boxed) for found in read(text, ("expression", "latex"))]
-        pairs = itertools.product([found for text in _with_value(answer) for found in read(text)], predictions)
+        predictions = [found for text in _readings(boxed, answer) for found in read(text, ("expression", "latex"))]
+        pairs = itertools.product([found for text in _readings(answer, boxed) for found in read(text)], predictions)
     except Exception:
         return Verdict(False, 0.0, "error")
     return verdict(pairs, float_rounding=decimals, allow_set_relation_comp=True)

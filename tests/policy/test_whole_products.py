@@ -1,4 +1,7 @@
-"""In float32 no product rounds what it multiplies: GPUs would to TF32 and TPUs to bfloat16, where nothing is said."""
+"""In float32 products of layers and head round nothing: GPUs would to TF32 and TPUs to bfloat16, by default.
+
+The kernels of attention on TPUs, splash and paged, keep their own rule.
+"""
 
 import dataclasses
 

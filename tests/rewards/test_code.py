@@ -264,6 +264,17 @@ def test_tests_are_read_from_the_columns_of_public_sets(columns, tests):
 
 
 @pytest.mark.parametrize(
+    "code",
+    [
+        "def check(f):\n    assert f(2) == 4\n\nlist(map(check, [f]))",
+        "def check(f):\n    assert f(2) == 4\n\nfor a, b in [(2, 4)]:\n    assert f(a) == b",
+    ],
+)
+def test_a_test_that_uses_check_or_asserts_beside_it_is_read(code):
+    assert [test.code for test in read_tests({"test": code})] == [code]
+
+
+@pytest.mark.parametrize(
     ("columns", "message"),
     [
         ({"problem": "x"}, "no tests: none of verification_info, tests, .* among its columns problem"),

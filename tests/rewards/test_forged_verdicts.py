@@ -145,13 +145,6 @@ FORGED = {
     ),
     "function_of_the_test": ("wanted = 3000009\nassert f(lambda x: x) == wanted",
                              "def f(g):\n    return g.__globals__['wanted']"),
-    "hides_an_assertion": ("def g(x):\n    assert x == 7\nf(g)",
-                           "def f(g):\n    try:\n        g(8)\n    except BaseException:\n        pass"),
-    "eval_is_given": ("wanted = 3000009\nassert f(eval) == wanted", "def f(g):\n    return g('wanted')"),
-    "open_is_given": ("try:\n    f(open)\nexcept TypeError:\n    assert False",
-                      "def f(g):\n    return g('/etc/passwd')"),
-    "calls_what_is_not_given": ("try:\n    f(7)\nexcept (IndexError, LookupError):\n    pass",
-                                writes(b'{"call": 3, "arguments": {"tuple": []}, "keywords": {"dict": []}}')),
     # Answers that no program of `serve` writes.
     "bad_fraction": ("try:\n    assert f(7) == 49\nexcept (ZeroDivisionError, ValueError, TypeError):\n    pass",
                      writes(b'{"value": {"fractions.Fraction": [1, 0]}, "arguments": {"tuple": []}}')),
@@ -166,24 +159,19 @@ FORGED = {
     "ends": ("try:\n    f(1)\nexcept BaseException:\n    pass", "import os\n\ndef f(x):\n    os._exit(0)"),
     "ends_at_once": ("try:\n    f(1)\nexcept BaseException:\n    pass", "raise SystemExit"),
     "instance": ("assert isinstance(f(1), Own)", "class Own:\n    pass\n\ndef f(x):\n    return x"),
-    "stops_step": ("wanted = f(3)\nfor each in (1, 2):\n    assert next(wanted) == each", "def f(x):\n    yield 1"),
-    "other_exception": ("import pytest\nwith pytest.raises(Own):\n    f(1)",
-                        "class Own(Exception):\n    pass\n\ndef f(x):\n    raise ValueError"),
-    "no_exception": ("import pytest\nwith pytest.raises(Own):\n    f(1)",
-                     "class Own(Exception):\n    pass\n\ndef f(x):\n    return Own"),
-    "names_of_exceptions": ("e = f(1)\ntry:\n    g(1)\nexcept ValueError:\n    pass",
-                            writes(b'{"value": {"exception": {"name": "TypeError", "bases": [["ValueError"]], '
-                                   b'"number": 0}}, "arguments": {"tuple": []}, "keywords": {"dict": []}}')
-                            + "\n\ndef g(x):\n    raise TypeError"),
     "arguments_of_no_kind": ("try:\n    f(7)\nexcept TypeError:\n    pass",
                              writes(b'{"value": 1, "arguments": 3, "keywords": {"dict": []}}')),
     "keywords_of_no_kind": ("try:\n    f(7)\nexcept (AttributeError, TypeError):\n    pass",
                             writes(b'{"value": 1, "arguments": {"tuple": []}, "keywords": 3}')),
-    "one_case_of_pytest": (
-        "import pytest\n\n@pytest.mark.parametrize('x, wanted', [(1, 1), (7, 49)])\ndef test_f(x, wanted):\n"
-        "    assert f(x) == wanted",
-        "def f(x):\n    return 1",
-    ),
+    "class_that_is_no_error": ("try:\n    f(-1)\n    assert False\nexcept Own:\n    pass",
+                               "Own = Exception\n\ndef f(x):\n    return 0"),
+    "forged_error": ("assert all(map(lambda x: f(x) == x * x, [1, 2, 3]))",
+                     writes(b'{"error": 0, "text": ""}\n{"value": {"type": "StopIteration"}, '
+                            b'"arguments": {"tuple": []}, "keywords": {"dict": []}}')),
+    "ends_loops_by_next": ("g = f(3)\nassert all(map(lambda x: next(g) == x, [1, 2, 3]))",
+                           "def f(x):\n    return iter(())"),
+    "is_no_iterator": ("import collections.abc\nassert isinstance(f(3), collections.abc.Iterator)",
+                       "def f(x):\n    return object()"),
     "exit_by_answer": ("try:\n    assert f(7) == 49\nexcept SystemExit:\n    pass",
                        writes(b'{"error": ["SystemExit"], "text": ""}')),
 }  # fmt: skip
@@ -213,53 +201,6 @@ HONEST = {
     ),
     "own_exception": ("try:\n    f(1)\n    raise AssertionError\nexcept ValueError as e:\n    assert 'one' in str(e)",
                       "class E(ValueError):\n    pass\n\ndef f(x):\n    raise E('one')"),
-    "function_is_given": (
-        "seen = []\ndef note(x, factor=1):\n    seen.append(x)\n    return factor * f(x, None)\n"
-        "assert f(3, note) == 18 and seen == [3, 3]\nassert f(3, abs) == 3 and twice(lambda x: x + 1)(5) == 7\n"
-        "assert each(str, [1, 2]) == ['1', '2'] and kind(3) is int and kind('a') == str\n"
-        "def fails(x):\n    raise KeyError(x)\nassert guarded(fails) == 'KeyError'\n"
-        "from functools import partial\nfrom operator import itemgetter\n"
-        "assert each(partial(note, factor=2), [1]) == [6] and each(itemgetter(1), ['ab']) == ['b']\n"
-        "found = []\neach(found.append, [3])\nassert found == [3] and each(str.upper, ['a']) == ['A']\n"
-        "from unittest.mock import Mock\nmock = Mock(return_value=4)\nassert each(mock, [1]) == [4]\n"
-        "mock.assert_called_once_with(1)\n"
-        "assert sorted(words(), key=lambda w: w.size)[0].size == 1",
-        "def f(x, g):\n    if g is None:\n        return 3 * x\n    return g(x) if g(x) == x else g(x, factor=2)\n\n"
-        "def twice(g):\n    return lambda x: g(g(x))\n\ndef each(g, xs):\n    return [g(x) for x in xs]\n\n"
-        "def kind(x):\n    return type(x)\n\ndef guarded(g):\n    try:\n        g(1)\n    except LookupError as e:\n"
-        "        return type(e).__name__\n\nclass Word:\n    def __init__(self, size):\n        self.size = size\n\n"
-        "def words():\n    return [Word(2), Word(1)]",
-    ),
-    "cases_of_pytest": (
-        "import pytest\n\n@pytest.mark.parametrize('x, wanted', [(1, 1), pytest.param(7, 49, id='seven')])\n"
-        "@pytest.mark.parametrize('times', [1, 2])\ndef test_f(x, wanted, times, more=0):\n"
-        "    assert times * f(x) == times * wanted + more\n\n"
-        "class TestF:\n    @pytest.mark.parametrize(('x',), [(3,)])\n    def test_f(self, x):\n"
-        "        assert f(x) == 9",
-        "def f(x):\n    return x * x",
-    ),
-    "fixtures_of_pytest": (
-        "import pytest\n\n@pytest.fixture\ndef seven():\n    return 7\n\n@pytest.fixture()\ndef stack(seven):\n"
-        "    s = Stack()\n    s.push(seven)\n    yield s\n\ndef test_f(stack, seven):\n"
-        "    assert stack.pop() == seven\n\n"
-        "@pytest.mark.parametrize('x', [1, 2])\ndef test_again(x, stack):\n    assert stack.pop() == 7 and x",
-        "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
-        "    def push(self, x):\n        self.items.append(x)\n\n"
-        "    def pop(self):\n        return self.items.pop()",
-    ),
-    "own_class_of_exceptions": (
-        "import pytest\nwith pytest.raises(Poor, match='needs 5') as e:\n    pay(5)\n"
-        "assert e.value.lacking == 5 and isinstance(e.value, ValueError) and Poor.code == 7\n"
-        "with pytest.raises(Bank):\n    pay(5)\nwith pytest.raises(KeyError):\n    pay(0)\n"
-        "try:\n    pay(5)\nexcept Poor as error:\n    assert str(error) == 'needs 5'\n"
-        "assert isinstance(Poor(3), Poor) and Poor(3).lacking == 3",
-        "class Bank(Exception):\n    pass\n\nclass Poor(Bank, ValueError):\n    code = 7\n\n"
-        "    def __init__(self, lacking):\n        super().__init__(f'needs {lacking}')\n"
-        "        self.lacking = lacking\n\n"
-        "def pay(x):\n    raise Poor(x) if x else KeyError(x)",
-    ),
-    "own_end_of_a_loop": ("try:\n    f(1)\n    raise AssertionError\nexcept Stop as e:\n    assert e.args == ('a',)",
-                          "class Stop(StopIteration, KeyError):\n    pass\n\ndef f(x):\n    raise Stop('a')"),
     "decoding": ("try:\n    f(b'\\xff')\n    raise AssertionError\nexcept ValueError:\n    pass",
                  "def f(x):\n    return x.decode()"),
     "exit": ("try:\n    f(1)\n    raise AssertionError\nexcept SystemExit:\n    pass",
@@ -268,14 +209,15 @@ HONEST = {
                   "    assert e.value.code == 2", "import sys\n\ndef f(x):\n    sys.exit(2)"),
     "key_of_error": ("try:\n    f('a')\n    raise AssertionError\nexcept KeyError as e:\n    assert e.args == ('a',)",
                      "def f(x):\n    return {}[x]"),
+    "text_of_a_key": ("try:\n    f('a')\n    assert False\nexcept KeyError as e:\n    assert 'no key' in str(e)",
+                      "class NotFound(KeyError):\n    def __str__(self):\n        return f'no key {self.args[0]}'\n\n"
+                      "def f(x):\n    raise NotFound(x)"),
+    "copied": ("import copy\nassert [n.x for n in copy.copy([Node(1)])] == [1]",
+               "class Node:\n    def __init__(self, x):\n        self.x = x"),
     "is_instance": ("a = make()\nassert isinstance(a, A) and isinstance(a, Base) and not isinstance(a, B)\n"
                  "assert not isinstance(3, A)",
                  "class Base:\n    pass\n\nclass A(Base):\n    pass\n\nclass B(Base):\n    pass\n\n"
                  "def make():\n    return A()"),
-    "step": ("g = f(2)\nassert next(g) == 2 and next(g) == 3 and next(g, 'end') == 'end'",
-             "def f(x):\n    yield x\n    yield x + 1"),
-    "set_attribute": ("a = A()\na.x = 5\nassert a.twice() == 10", "class A:\n    x = 1\n\n    def twice(self):\n"
-                      "        return 2 * self.x"),
     "missing_count": ("c = f('aab')\nassert c['z'] == 0 and c.most_common(1) == [('a', 2)]",
                       "from collections import Counter\n\ndef f(x):\n    return Counter(x)"),
     "ordered_dict": ("assert list(f().items()) == [('b', 1), ('a', 2)] and f().popitem(last=False) == ('b', 1)",
