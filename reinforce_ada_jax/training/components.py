@@ -296,6 +296,8 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
         lora.adapter_shapes(architecture, adapters)  # before any weight is read
     slots, reason = choose_slots(config, architecture, jax.default_backend(), strategy)
     options = engine_options(config, architecture, tokenizer.stop_ids, slots)
+    if strategy is None:  # weights may be read in the type of decoding: no second copy of them
+        options = dataclasses.replace(options, apart=False)
     options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)

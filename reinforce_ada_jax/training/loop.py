@@ -72,7 +72,7 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
     """
     last, note = run.config.iterations, ""
     if state.pending is None and state.iteration >= last:
-        note = f"nothing to do: iteration {state.iteration} is finished, and iterations is {last}. Raise it to go on."
+        note = f"nothing to do: {state.iteration} are finished, and {last} were asked for."
     try:
         try:
             with run.verifiers, run.ahead:

@@ -127,7 +127,8 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     for module, name in ((components_lib, "build"), (huggingface, "load"), (stored_evaluation, "Rollouts")):
         monkeypatch.setattr(module, name, none_needed)
     run(benchmark, output, regrade=True, **changes)
-    assert "| four      |        4 | 0.750 ± 0.250 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| four      |        4 | 0.750 ± 0.250 |" in shown and "four: graded by " in shown and ", again\n" in shown
     now = [json.loads(line) for line in (output / "four.jsonl").read_text("utf-8").splitlines()]
     assert [row["response"] for row in now] == [row["response"] for row in rows]
     assert [row["correct"] for row in now] == [row["prompt"][-1] != "0" for row in now]

@@ -14,6 +14,7 @@ from reinforce_ada_jax.policy.quantization import SUMMED_AXES
 from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import Prefix, SamplingParams
+from reinforce_ada_jax.training import components
 from reinforce_ada_jax.training.components import engine_options
 from tests.policy.adapting import ALL, random_adapters
 from tests.sampling import tiny
@@ -46,6 +47,12 @@ def test_options_are_those_of_the_configuration():
     assert options == dataclasses.replace(
         tiny.OPTIONS, slots=4, window=2, open_prompts=5, seed=5, pages=pages, prefill_tokens=256
     )
+    # On a GPU, where decoding has a copy of the weights anyway, layers are apart.
+    for dtype, attention, apart in (
+        ("bfloat16", "pallas_gpu", True), ("float32", "pallas_gpu", False), ("bfloat16", "jnp", False),
+    ):  # fmt: skip
+        of_gpu = replaced(config, {"model.compute_dtype": dtype, "sampling.attention": attention})
+        assert engine_options(of_gpu, tiny.ARCHITECTURE, (3, 7)).apart == apart
     larger = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=20_000)
     assert [engine_options(config, model, (3, 7)).widths for model in (tiny.ARCHITECTURE, larger)] == [
         (4,),
@@ -59,6 +66,18 @@ def test_options_are_those_of_the_configuration():
     # An evaluation with longer responses is decoded by the same engine.
     longer = replaced(config, {"evaluation.benchmarks": ("a.jsonl",), "evaluation.max_response_tokens": 20})
     assert engine_options(longer, tiny.ARCHITECTURE, (3, 7)).max_response_tokens == 20
+
+
+def test_only_a_training_has_layers_apart(monkeypatch):
+    """Others may read weights in the type of decoding, and would hold them twice."""
+    config = replaced(Config(), {
+        "model.path": "package:cipher", "model.compute_dtype": "bfloat16",
+        "data.max_prompt_tokens": 8, "sampling.max_response_tokens": 8, "sampling.page_size": 8,
+    })  # fmt: skip
+    monkeypatch.setattr(components, "choose_backend", lambda *_: "pallas_gpu")
+    folder = components.model_folder(config.model.path)
+    for strategy, apart in ((tiny.strategies.fixed(2), True), (None, False)):
+        assert components.build(config, folder, strategy).engine.options.apart == apart
 
 
 def test_the_fewest_pages_are_those_of_the_scarce_engine():

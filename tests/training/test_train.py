@@ -146,6 +146,17 @@ def test_what_a_run_writes(unbroken):
     assert "qwen2, 107,392 weights" in shown and f"finished iteration {ITERATIONS}" in shown
 
 
+def test_a_finished_run_has_nothing_to_do(start, unbroken, tmp_path):
+    shutil.copytree(unbroken[0], tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    shown, _ = finish(start(tmp_path / "run", f"--config.iterations={ITERATIONS - 3}"))
+    assert (
+        f"nothing to do: {ITERATIONS} are finished, and {ITERATIONS - 3} were asked for.\nfinished iteration" in shown
+    )
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert "nothing to do" not in unbroken[1]
+
+
 def test_what_a_run_counts(unbroken):
     # Each iteration draws 8 responses a round for 8 prompts, one to four rounds each; the word and its end are 3 to 7
     # tokens, 8 at most.
