@@ -119,7 +119,9 @@ def _write(evaluation: "StoredEvaluation", run: pathlib.Path | None, model: str 
 
     results, table = results_table.summarize(evaluation, run)
     print(table)
-    write_atomically(evaluation.output / "table.md", table + "\n")
+    tables = evaluation.output / "table.md"
+    before = tables.read_text("utf-8") if tables.exists() else ""
+    write_atomically(tables, results_table.with_section(before, ", ".join(results), table))
     if run is None:
         file, about = evaluation.output / "results.json", {"model": model}
     else:

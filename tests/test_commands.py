@@ -1,5 +1,6 @@
 """Messages for mistakes of users: one screen that names value and remedy, exit code 2, and no file written."""
 
+import ast
 import dataclasses
 import errno
 import pathlib
@@ -8,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax import __main__ as dispatch
-from reinforce_ada_jax import cli, evaluate, export, prepare, train, user_code
+from reinforce_ada_jax import cli, evaluate, export, prepare, sft, train, user_code
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import reference
 from reinforce_ada_jax.serving.settings import ServerSettings
@@ -386,20 +388,26 @@ def test_warm_start_overwrites_nothing(tmp_path, capsys):
 # ---- dry runs -------------------------------------------------------------------------------------------------------
 
 
-def described(capsys) -> tuple[config_lib.Config, str]:
-    """Returns configuration and summary that a dry run printed."""
+def described(capsys) -> tuple[dict[str, Any], str]:
+    """Returns the settings that differ from their defaults and the summary, as a dry run printed them."""
     said = capsys.readouterr()
     assert said.err == "" and said.out.endswith(
         "\n\ndry run: the input is valid. Nothing was started, and no file of the run was written.\n"
     )
-    resolved, _, text = said.out.partition("\n}\n")
-    return config_lib.from_json(resolved + "\n}"), text
+    settings, _, text = said.out.partition("\n\n")
+    title, *lines = settings.splitlines()
+    assert title == "Settings that differ from their defaults:"
+    return {key.strip(): ast.literal_eval(value) for key, _, value in (line.partition(" = ") for line in lines)}, text
 
 
 def test_a_dry_run_of_train(tmp_path, capsys):
     train.dry_run(tiny(seed=3), tmp_path / "run")
-    config, text = described(capsys)
-    assert config == tiny(seed=3)
+    settings, text = described(capsys)
+    assert (
+        config_lib.replaced(config_lib.resolve({}), settings) == tiny(seed=3)
+        and settings["seed"] == 3
+        and "mesh.data" not in settings
+    )
     for part in ("107,392 weights", "100 iterations of 32 prompts (of 1,024)", f"files       {tmp_path / 'run'}"):
         assert part in text
     check_message(refused(capsys, train.dry_run, tiny(**{"data.max_prompt_tokens": 7}), tmp_path / "run"), "limit 7")
@@ -409,12 +417,19 @@ def test_a_dry_run_of_train(tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("command", [train, sft])
+def test_a_dry_run_refuses_trackers_that_are_not_installed(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    text = refused(capsys, command.dry_run, tiny(**{"logging.trackers": "wandb:project"}), tmp_path / "run")
+    check_message(text, "wandb", "pip install")
+
+
 def test_a_dry_run_of_evaluate(tmp_path, capsys):
     model, output = str(components_lib.ASSETS / "cipher"), str(tmp_path / "out")
     options = evaluate.Options(model=model, samples=4, output=output, dry_run=True)
     evaluate.main(tiny(), options)
-    config, text = described(capsys)
-    assert config.evaluation.samples == 4 and "heldout" in text and "4 each at temperature 1" in text
+    settings, text = described(capsys)
+    assert settings["evaluation.samples"] == 4 and "heldout" in text and "4 each at temperature 1" in text
     with pytest.raises(SystemExit):
         evaluate.main(tiny(), dataclasses.replace(options, regrade=True))
     check_message(capsys.readouterr().err, "--regrade draws nothing")
@@ -424,8 +439,8 @@ def test_a_dry_run_of_evaluate(tmp_path, capsys):
 def test_a_dry_run_of_prepare(tmp_path, capsys):
     source = cipher_file(tmp_path / "words.jsonl", 3)
     prepare.main(tiny(), source, tmp_path / "prompts.jsonl", (0.0, 0.5), 16, dry_run=True)
-    config, text = described(capsys)
-    assert config.data.prompts == source and "16 each" in text
+    settings, text = described(capsys)
+    assert settings["data.prompts"] == source and "16 each" in text
     assert [file.name for file in tmp_path.iterdir()] == ["words.jsonl"]
 
 

@@ -1,7 +1,16 @@
 """Every setting of a run: its default and meaning (settings), allowed values, rules, and what a resume may change."""
 
 from reinforce_ada_jax.config.config_files import packaged
-from reinforce_ada_jax.config.defaults import defaults, flatten, from_json, replaced, resolve, settings, to_json
+from reinforce_ada_jax.config.defaults import (
+    changed,
+    defaults,
+    flatten,
+    from_json,
+    replaced,
+    resolve,
+    settings,
+    to_json,
+)
 from reinforce_ada_jax.config.resume import (
     DRAWN_WITH,
     GRADED_BY,
@@ -45,7 +54,7 @@ __all__ = [
     "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "SYSTEM", "CheckpointConfig", "CodeConfig", "CollectionConfig",
     "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "JudgeConfig",
     "LearningConfig", "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig",
-    "SftConfig", "check", "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten", "from_json",
-    "least_pages", "longest_prompt", "longest_response", "longest_turn", "packaged", "read", "replaced", "resolve",
-    "settings", "to_json", "validate", "with_saved_dtype",
+    "SftConfig", "changed", "check", "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten",
+    "from_json", "least_pages", "longest_prompt", "longest_response", "longest_turn", "packaged", "read", "replaced",
+    "resolve", "settings", "to_json", "validate", "with_saved_dtype",
 ]  # fmt: skip

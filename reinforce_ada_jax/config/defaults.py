@@ -115,6 +115,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def changed(config: Config) -> dict[str, Any]:
+    """Returns the settings that differ from their defaults, by dotted key."""
+    usual = flatten(defaults().to_dict())
+    return {key: value for key, value in flatten(dataclasses.asdict(config)).items() if value != usual[key]}
+
+
 def to_json(config: Config) -> str:
     """Returns the resolved configuration as indented JSON text with sorted keys."""
     return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True) + "\n"

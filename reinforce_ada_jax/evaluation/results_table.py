@@ -135,6 +135,13 @@ def _by_label(name: str, label: str, values: Mapping[str, tuple[int, float]]) ->
     return markdown([f"{name}, {label}", "problems", "avg"], lines)
 
 
+def with_section(text: str, title: str, table: str) -> str:
+    """Returns the text of table.md with a section of this title, in place of an earlier one; other sections stay."""
+    _, *sections = f"\n{text}".split("\n## ")
+    others = [section for section in sections if section.partition("\n")[0] != title]
+    return "\n".join(f"## {section.rstrip()}\n" for section in (*others, f"{title}\n\n{table}"))
+
+
 def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tuple[dict[str, Statistics], str]:
     """Returns (statistics by benchmark, the tables); `workdir` is the evaluated run's, None for a model folder."""
     responses, drawn_with = evaluation.responses, evaluation.drawn

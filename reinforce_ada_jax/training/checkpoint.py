@@ -47,13 +47,19 @@ COMMITTED = "commit_success.txt"  # Orbax's last object of a checkpoint in a buc
 REMOVALS = 20
 
 
-def _is_repeated(record: logging.LogRecord) -> bool:
-    """Returns True for stack traces of Orbax's threads, one per array: NotSavedError gives the reason once."""
-    return record.exc_info is not None and ("orbax" in record.pathname or record.name == "asyncio")
+def _is_noise(record: logging.LogRecord) -> bool:
+    """Returns True for messages of Orbax that tell a user nothing.
+
+    They are stack traces of its threads, one per array, of which NotSavedError gives the reason once; and complaints
+    about its file of item types, which is not read here.
+    """
+    if record.exc_info is not None:
+        return "orbax" in record.pathname or record.name == "asyncio"
+    return "orbax" in record.pathname and "Metadata file" in str(record.msg)
 
 
 for _name in ("absl", "asyncio"):  # asyncio logs errors of Orbax's coroutines
-    logging.getLogger(_name).addFilter(lambda record: not _is_repeated(record))
+    logging.getLogger(_name).addFilter(lambda record: not _is_noise(record))
 
 
 @functools.cache
@@ -351,15 +357,21 @@ class Checkpoints:
         return self._checked(iteration, lambda: self._manager.restore(iteration, args=args)[item], target, expected)
 
     def _checked(self, iteration: int, read: Callable[[], Any], target: Any, expected: Sequence[int]) -> Any:
-        """Returns the arrays that `read` reads; DamagedError, in every process, if they are not what was saved."""
+        """Returns the arrays that `read` reads; DamagedError, in every process, if they are not what was saved.
+
+        Raises ValueError where the machine could not read them, and they may be whole.
+        """
         broken: Exception | None = None
         arrays: Any = None
         try:
             arrays = read()
         except Exception as error:  # Orbax and TensorStore raise many kinds for a broken file
             broken = error
+        if processes.any_of(records.is_of_machine(broken)):
+            reason = first_line(broken) if broken else "another process can't read it"
+            raise records.unread(self.folder, iteration, reason) from broken
         if processes.any_of(broken is not None):
-            what = "its arrays can't be read" + (f" ({first_line(broken)})" if broken else "")
+            what = "its arrays can't be read: files are missing, cut short or changed"
             raise damaged(self.folder, iteration, what) from broken
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(target)]
         changed = [path for path, a, b in zip(paths, fingerprints.numbers(arrays), expected, strict=True) if a != b]

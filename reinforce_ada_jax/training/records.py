@@ -1,5 +1,6 @@
 """JSON records of checkpoints: everything but the arrays, with a checksum, and the run that a record belongs to."""
 
+import errno
 import hashlib
 import json
 import pathlib
@@ -13,6 +14,9 @@ from reinforce_ada_jax.files.buckets import AnyPath, BucketError
 # File of a work directory that holds the run's random id.
 RUN_ID = "run_id"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+# Errors of a machine, as the system, and as TensorStore and XLA name them: they say nothing about the files.
+_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT}
+_STATUSES = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Too many open files")
 
 
 class DamagedError(ValueError):
@@ -22,6 +26,20 @@ class DamagedError(ValueError):
 def first_line(error: BaseException) -> str:
     """Returns the beginning of an error's text, or its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def is_of_machine(error: BaseException | None) -> bool:
+    """Returns True if a file could not be read for a reason that says nothing about it."""
+    if isinstance(error, OSError):
+        return error.errno in _ERRNOS
+    return isinstance(error, MemoryError) or any(status in str(error) for status in _STATUSES)
+
+
+def unread(folder: AnyPath, iteration: int, reason: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint of iteration {iteration} in {folder} could not be read: {reason}. It may be whole, and stays "
+        "where it is: give the machine what it lacks, and run the command again."
+    )
 
 
 def damaged(folder: AnyPath, iteration: int, what: str) -> DamagedError:
@@ -48,7 +66,10 @@ def with_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: AnyPath, iteration: int) -> dict[str, Any]:
-    """Returns the record of an iteration; raises DamagedError if it can't be read or is not what was saved."""
+    """Returns the record of an iteration; raises DamagedError if it can't be read or is not what was saved.
+
+    Raises ValueError where the machine could not read it, and it may be whole.
+    """
     try:
         saved = json.loads(buckets.read_bytes(record_file(folder, iteration)))
         record, expected = saved["record"], saved["checksum"]
@@ -57,6 +78,8 @@ def read(folder: AnyPath, iteration: int) -> dict[str, Any]:
     except BucketError:  # the checkpoint may be whole
         raise
     except _UNREADABLE as error:
+        if is_of_machine(error):
+            raise unread(folder, iteration, first_line(error)) from error
         raise damaged(folder, iteration, f"its record can't be read ({first_line(error)})") from error
     if checksum(record) != expected:
         raise damaged(folder, iteration, "its record is not what was saved")

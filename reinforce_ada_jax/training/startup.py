@@ -84,6 +84,7 @@ def read_inputs(
     the configuration, a file or the work directory; `start` does, too.
     """
     config_lib.check(config)
+    check_installed(config.logging.trackers)
     strategy = strategies.build(config.collection, regularized=config.regularized)
     config_lib.check_strategy(config, max_age=strategy.max_age, estimates=strategy.estimates)
     config = components_lib.for_devices(config, workdir)
@@ -189,9 +190,8 @@ def start(
 def take_workdir(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
     """Locks a work directory until `stack` is closed, and writes config.json and started.json.
 
-    Raises ValueError where another training has it, not all processes see it, or a tracker is not installed.
+    Raises ValueError where another training has it, or not all processes see it.
     """
-    check_installed(config.logging.trackers)
     lock = WorkdirLock(workdir)
     stack.callback(lock.close)
     if copy is not None:

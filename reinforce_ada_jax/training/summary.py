@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from reinforce_ada_jax.collection.strategies import Strategy
-from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
+from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, changed
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning import layer_gather
@@ -89,9 +89,10 @@ def drawing(
 
 
 def dry_run(config: Config, text: str) -> str:
-    """Returns the text of a dry run: the resolved configuration, then `text`, the summary of what would run."""
+    """Returns the text of a dry run: the settings that are not at their defaults, then `text`, what would run."""
+    settings = "\n".join(f"  {key} = {value!r}" for key, value in sorted(changed(config).items()))
     end = "dry run: the input is valid. Nothing was started, and no file of the run was written."
-    return f"{to_json(config)}\n{text}\n\n{end}"
+    return f"Settings that differ from their defaults:\n{settings}\n\n{text}\n\n{end}"
 
 
 def summary(

@@ -31,6 +31,7 @@ from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.optimizer import make_schedule
 from reinforce_ada_jax.learning.supervised import SupervisedLearner
 from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.reporting.writers import check_installed
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume, startup, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
@@ -70,6 +71,7 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     Raises ValueError where the user must change the configuration, a file or the work directory; `start` does, too.
     """
     config_lib.check(config)
+    check_installed(config.logging.trackers)
     config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)

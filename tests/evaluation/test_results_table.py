@@ -94,3 +94,10 @@ def test_a_run_with_other_settings_has_no_figures_and_says_why():
     shown = table(full_size(math500=500), samples=2, paper=paper, graders={"math500": "math"})
     assert "can't be compared with: collection.objective is 'log', the paper's 'identity'." in shown
     assert "graded by" not in shown
+
+
+def test_a_table_file_has_a_section_for_each_set_of_benchmarks():
+    text = ""
+    for title, table in (("gsm8k", "| a |"), ("aime, math", "| b |\n\n| c |"), ("gsm8k", "| d |")):
+        text = results_table.with_section(text, title, table)
+    assert text == "## aime, math\n\n| b |\n\n| c |\n\n## gsm8k\n\n| d |\n"

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from reinforce_ada_jax.config import resume
@@ -143,6 +145,35 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, stat
     checkpoints.wait()
     assert checkpoints.iterations() == [1, 2, 3]
     checkpoints.close()
+
+
+@pytest.mark.parametrize("free", range(0, 12, 2))
+def test_a_machine_without_free_files_is_not_damage(copied, learner, free):
+    """With `free` more open files than now: it is restored, or stays where it is."""
+    checkpoints, target, said = Checkpoints(copied, keep=3), abstract_state(learner[1], learner[0]), []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now + free, hard))
+        restored = checkpoints.restore_newest(target, lambda record: None, said.append)
+        assert restored is not None and restored[1]["iteration"] == 3
+    except ValueError as error:
+        assert "iteration 3" in str(error) and "could not be read" in str(error) and "It may be whole" in str(error)
+        assert free < 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        checkpoints.close()
+    assert not said and sorted(file.name for file in (copied / "checkpoints").iterdir()) == ["1", "2", "3"]
+
+
+def test_a_device_without_memory_is_not_damage(copied, learner, monkeypatch):
+    def full(*arguments, **keywords):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", full)
+    with pytest.raises(ValueError, match="iteration 3 .*Out of memory.* It may be whole"):
+        newest(copied, learner, [])
+    assert sorted(file.name for file in (copied / "checkpoints").iterdir()) == ["1", "2", "3"]
 
 
 def test_a_record_that_one_process_alone_cannot_read_is_damaged_for_all(copied, learner, state, monkeypatch):

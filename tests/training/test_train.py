@@ -503,14 +503,14 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     assert recorded(workdir, 8) == recorded(unbroken[0], 8) != recorded(unbroken[0], 5)
     kept = workdir / "evaluations" / "000008"
     assert (kept / "heldout.jsonl").read_text("utf-8").count("\n") == 2 * 32
-    table = (kept / "table.md").read_text("utf-8")
+    title, _, table = (kept / "table.md").read_text("utf-8").partition("\n\n")
     shutil.rmtree(kept)
     assert texts(workdir / "evaluations") == texts(unbroken[0] / "evaluations")
     line = writers.read_metrics(workdir)[-1]
     average, error = line["evaluation/heldout/avg"], line["evaluation/heldout/avg_standard_error"]
     shown = capsys.readouterr().out
     assert f"model       {workdir}, iteration 8: qwen2" in shown and "stops on 2 '<eos>'" in shown
-    assert table in shown
+    assert title == "## heldout" and table in shown
     assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:5]] == [
         "heldout", "32", f"{average:.3f} ± {error:.3f}", f"{line['evaluation/heldout/pass_at_2']:.3f}"
     ]  # fmt: skip
