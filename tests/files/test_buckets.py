@@ -285,7 +285,7 @@ def test_the_lease_of_an_ended_process_of_this_machine_is_taken_at_once(server):
 
 def test_of_two_that_take_a_stale_lease_one_gets_it(server):
     server.write("gs://lease/both/training.lock", b"{}")
-    first, second = _lease("both"), _lease("both")
+    first, second = (_lease("both", stale_s=0.2) for _ in range(2))
     found = second._read()
     assert first.take() == ""
     assert not second._write(found.stamp.generation)
