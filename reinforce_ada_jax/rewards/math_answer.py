@@ -36,6 +36,10 @@ _CONSTANT_WITH_INDEX = re.compile(r"(?<![A-Za-z\\])([EeI])_\s*(?:\{\s*([A-Za-z0-
 _DIGIT_GROUPS = re.compile(r"(?<![\d.,^_])\d{1,3}(?:(?:\\[,;: ]|[~ \u00a0\u2009\u202f])\d{3})+(?!\d)")
 # `2e-1` may be 2e - 1: without a decimal point there is no sign.
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:(\d+\.\d+)e([+-]?\d+)|(\d+)e(\d+))(?![\w.])")
+_REPEATING = re.compile(r"(?<![\d.,^_])(\d{0,15})\.(\d{0,15})\\(?:overline|bar)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))")
+_UPRIGHT_CONSTANT = re.compile(r"([A-Za-z]?)\\mathrm\s*\{\s*([ei])\s*\}")
+# Digits and their base: 2516_8, A3_{16}.
+_NUMERAL = re.compile(r"(?<![\w^.\\}])(\d[\dA-F]*)\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
 _DEGREES = re.compile(r"\^?\s*(?:\{\s*°\s*\}|°)")
 _CHOICE = re.compile(
     r"\\(?:text|textbf|mathrm|mathbf)\{\s*\(([A-J])\)\s*\}(?:\\?[ ~]|\\q?quad(?![A-Za-z]))*"
@@ -87,6 +91,23 @@ def warm_up() -> None:
     grade(r"\boxed{\frac{1}{2}}", "0.5")
 
 
+def _slanted(match: re.Match[str]) -> str:
+    return f"{match[1]} {match[2]}" if match[1] else match[2]  # a letter may end a command
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """Returns a repeating decimal as a fraction: its digits less those before the period, over 9...90...0."""
+    whole, once, period = match[1], match[2], match[3] or match[4]
+    numerator = int(whole + once + period) - int((whole + once) or "0")
+    return rf"\frac{{{numerator}}}{{{(10 ** len(period) - 1) * 10 ** len(once)}}}"
+
+
+def _bases(text: str) -> set[int]:
+    """Returns the bases of the numerals in a text that have one."""
+    found = ((match[1], int(match[2] or match[3])) for match in _NUMERAL.finditer(text))
+    return {base for digits, base in found if all(int(digit, 36) < base for digit in digits)}
+
+
 def normalized(text: str) -> str:
     r"""Returns `text` in a form that Math-Verify reads correctly; each rule fixes a general misreading.
 
@@ -94,12 +115,15 @@ def normalized(text: str) -> str:
       and `5.` are 5. An ellipsis and the empty delimiter `\right.` stay.
     - A word used as an index is a name in any font: `V_{\min }` and `V_{\text{min}}` are `V_{min}`.
     - Digits in groups of three are one number: `12\,345` and `12 345` are 12345.
-    - `3e5` is 3 * 10^5, and `90°` is `90^\circ`.
+    - `3e5` is 3 * 10^5, `90°` is `90^\circ`, `0.1\overline{6}` is 15/90, `\mathrm{e}` is e, and a tie is a space.
+    - The empty set has one name, `\emptyset`.
     - A letter with an index is a variable: `E_{1}` has nothing to do with Euler's number, nor `I_{0}` with the
       imaginary unit. Math-Verify drops such indices, or stops at the letter: `\frac{2}{3} E_{1}` is 2/3 to it.
     """
     text = _ENDING.sub("", text.strip())
     text = _DIGIT_GROUPS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
+    text = _REPEATING.sub(_as_fraction, _UPRIGHT_CONSTANT.sub(_slanted, text.replace("~", r"\ ")))
+    text = re.sub(r"\\varnothing(?![A-Za-z])", r"\\emptyset", text)
     text = _SCIENTIFIC.sub(r"\1\3 \\times 10^{\2\4}", _DEGREES.sub(r"^{\\circ}", text))
     text = _WORD_AS_INDEX.sub(lambda match: f"_{{{match[1] or match[3]}}}", text)
     return _CONSTANT_WITH_INDEX.sub(
@@ -142,7 +166,12 @@ def read(text: str, names: Sequence[str] = ("latex",)) -> list[Any]:
     """Returns what Math-Verify reads in an answer, bare or with delimited mathematics (see `parse`)."""
     text = normalized(text)
     # A bare answer has to be delimited to be read as LaTeX, and read whole. A box does that, as in verl's scorer.
-    return parse(text if _DELIMITED.search(text) else rf"\boxed{{{text}}}", names)
+    found = parse(text if _DELIMITED.search(text) else rf"\boxed{{{text}}}", names)
+    # Its `2i` has another i than its `2 i` and `i`: one is declared real.
+    import sympy  # noqa: PLC0415  (after `math_verify`)
+
+    one_i = {sympy.Symbol("i", real=True): sympy.Symbol("i", real=False)}
+    return [each.xreplace(one_i) if hasattr(each, "xreplace") else each for each in found]
 
 
 def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
@@ -171,7 +200,8 @@ def grade(response: str, answer: str) -> Verdict:
     r"""Returns reward 1 where the last `\boxed{...}` of `response` equals `answer` in the sense of Math-Verify, else 0.
 
     The gold is parsed as LaTeX and the prediction as an expression or LaTeX; `x \in [1, 2]` equals `1 \le x \le 2`. The
-    letter of a choice may precede a value: `\textbf{(C)}\ 5` is also 5.
+    letter of a choice may precede a value: `\textbf{(C)}\ 5` is also 5. Numerals of other bases differ: `11_2` is not
+    `11_3`, but 11 is either.
 
     Args:
       response: the text of a response.
@@ -186,6 +216,9 @@ def grade(response: str, answer: str) -> Verdict:
         return Verdict(False, 0.0, "no_answer")
     if len(boxed.strip()) > MAX_BOXED_LENGTH:
         return Verdict(False, 0.0, "too_long")
+    bases = _bases(boxed), _bases(answer)
+    if all(bases) and bases[0].isdisjoint(bases[1]):  # Math-Verify drops them
+        return Verdict(False, 0.0)
     decimals = _decimals(normalized(boxed), normalized(answer))
     # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
     try:

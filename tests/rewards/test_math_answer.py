@@ -172,6 +172,28 @@ REPAIRED = [
     (r"(\frac{2469}{2}, \frac{3}{10})", "(1234.5, 0.3)", True),  # both are exact
     (r"(\frac{2}{3}, \frac{1}{3})", "(0.6667, 0.3333)", True),
     (r"(\frac{2}{3}, \frac{1}{3})", "(0.6667, 0.333)", False),
+    # Repeating decimals.
+    (r"\frac{1}{3}", r"0.\overline{3}", True),
+    (r"-\frac{37}{30}", r"-1.2\bar{3}", True),
+    (r"0.\overline{42}", r"\frac{14}{33}", True),
+    (r"0.\overline{42}", r"0.4\overline{2}", False),
+    (r"0.\overline{42}", "0.42", False),
+    (r"\overline{AB}", r"\overline{AC}", False),
+    # Numerals of a base.
+    ("11_3", "11_2", False),
+    ("2516_8", "2516_{7}", False),
+    ("2516_8", "2516_{8}", True),
+    ("2516_8", "2516", True),
+    ("2516", "2516_8", True),
+    ("A3_{16}", "A3_{16}", True),
+    # Constants, spaces and the empty set.
+    ("e^2", r"\mathrm{e}^2", True),
+    (r"2\pi i", r"2\pi\mathrm{i}", True),
+    ("1+2i", r"1 + 2\, i", True),
+    (r"2i\pi", r"2\pi i", True),
+    ("1+2i", "1 - 2 i", False),
+    ("12", r"12~\mathrm{m/s}", True),
+    (r"\emptyset", r"\varnothing", True),
 ]
 
 
