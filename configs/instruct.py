@@ -10,7 +10,7 @@ In the repository, the second one is
     python -m reinforce_ada_jax.train --config=configs/instruct.py --workdir=runs/mine --config.model.path=MODEL
 
 Each prints what was chosen: the chat template of the model with its own system message, prompts and responses of up to
-512 tokens, slots and precision for the device. `train --dry_run` adds what an iteration costs here in minutes. Adapters
+512 tokens, slots and precision for the device. `train --dry_run` adds how long an iteration takes here. Adapters
 are trained (LoRA), so memory is that of the weights, the cache and activations.
 
 Hardware: one device; a CPU for models below a billion weights. For several devices set `mesh`.

@@ -28,7 +28,7 @@ def product_seconds(rows: int, columns: int, dtype: str) -> float:
 
 
 def iteration_line(config: Config, components: Components, strategy: Strategy) -> str:
-    """Returns the line of a dry run on the time of an iteration, in minutes, where all responses have full length."""
+    """Returns the line of a dry run on the time of an iteration where all responses have full length."""
     architecture, engine, prompts = components.architecture, components.engine, config.collection.prompts_per_iteration
     response, dtype = config.sampling.max_response_tokens, config.model.compute_dtype
     weights, devices = architecture.active_parameters, components.mesh.size
@@ -42,8 +42,13 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     chosen = platform.of_mesh(components.mesh, config.learning, architecture, jnp.dtype(dtype))
     row_tokens = prompts * config.collection.group_size * (config.data.max_prompt_tokens + response)
     update = (3 if chosen.remat == "dots" else 4) * row_tokens * token
-    minutes = (collect + update) / 60
+    both = collect + update
     return (
-        f"time        about {minutes:.2g} min an iteration here: {collect / 60:.2g} to draw, {update / 60:.2g} to "
-        f"update, if responses have {response:,} tokens; {minutes * config.iterations / 60:.2g} h for all iterations"
+        f"time        about {_time(both)} an iteration here: {_time(collect)} to draw, {_time(update)} to update, if "
+        f"responses have {response:,} tokens; {_time(both * config.iterations)} for all iterations"
     )
+
+
+def _time(seconds: float) -> str:
+    size, unit = (1, "s") if seconds < 60 else (60, "min") if seconds < 3600 else (3600, "h")
+    return f"{seconds / size:.2g} {unit}"

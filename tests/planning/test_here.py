@@ -21,8 +21,8 @@ def test_the_line_of_a_dry_run(monkeypatch):
     # Draws: 3 * 8 steps of 0.2148 s, and 32 prompts of 8 tokens at 1.074 ms: 5.43 s.
     # Update: 3 products for 128 responses with their prompts of 16 tokens: 3 * 2048 * 1.074 ms = 6.60 s.
     assert line == (
-        "time        about 0.2 min an iteration here: 0.09 to draw, 0.11 to update, if responses have 8 tokens; "
-        "0.33 h for all iterations"
+        "time        about 12 s an iteration here: 5.4 s to draw, 6.6 s to update, if responses have 8 tokens; "
+        "20 min for all iterations"
     )
 
 
