@@ -40,6 +40,7 @@ _REPEATING = re.compile(r"(?<![\d.,^_])(\d{0,15})\.(\d{0,15})\\(?:overline|bar)\
 _UPRIGHT_CONSTANT = re.compile(r"([A-Za-z]?)\\mathrm\s*\{\s*([ei])\s*\}")
 # Digits and their base: 2516_8, A3_{16}.
 _NUMERAL = re.compile(r"(?<![\w^.\\}])(\d[\dA-F]*)\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
+_HALF_OF_DAY = re.compile(r"(?<![A-Za-z\\])([ap])\.?m(?![A-Za-z])", re.IGNORECASE)
 _DEGREES = re.compile(r"\^?\s*(?:\{\s*°\s*\}|°)")
 _CHOICE = re.compile(
     r"\\(?:text|textbf|mathrm|mathbf)\{\s*\(([A-J])\)\s*\}(?:\\?[ ~]|\\q?quad(?![A-Za-z]))*"
@@ -106,6 +107,11 @@ def _bases(text: str) -> set[int]:
     """Returns the bases of the numerals in a text that have one."""
     found = ((match[1], int(match[2] or match[3])) for match in _NUMERAL.finditer(text))
     return {base for digits, base in found if all(int(digit, 36) < base for digit in digits)}
+
+
+def _halves_of_day(text: str) -> set[str]:
+    """Returns "a" for a time before noon in a text, "p" for one after it."""
+    return {match[1].lower() for match in _HALF_OF_DAY.finditer(text)}
 
 
 def normalized(text: str) -> str:
@@ -201,7 +207,7 @@ def grade(response: str, answer: str) -> Verdict:
 
     The gold is parsed as LaTeX and the prediction as an expression or LaTeX; `x \in [1, 2]` equals `1 \le x \le 2`. The
     letter of a choice may precede a value: `\textbf{(C)}\ 5` is also 5. Numerals of other bases differ: `11_2` is not
-    `11_3`, but 11 is either.
+    `11_3`, but 11 is either. So do times before and after noon.
 
     Args:
       response: the text of a response.
@@ -216,9 +222,10 @@ def grade(response: str, answer: str) -> Verdict:
         return Verdict(False, 0.0, "no_answer")
     if len(boxed.strip()) > MAX_BOXED_LENGTH:
         return Verdict(False, 0.0, "too_long")
-    bases = _bases(boxed), _bases(answer)
-    if all(bases) and bases[0].isdisjoint(bases[1]):  # Math-Verify drops them
-        return Verdict(False, 0.0)
+    for marks in (_bases, _halves_of_day):  # Math-Verify drops them
+        ours, theirs = marks(boxed), marks(answer)
+        if ours and theirs and ours.isdisjoint(theirs):
+            return Verdict(False, 0.0)
     decimals = _decimals(normalized(boxed), normalized(answer))
     # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
     try:

@@ -186,6 +186,11 @@ REPAIRED = [
     ("2516_8", "2516", True),
     ("2516", "2516_8", True),
     ("A3_{16}", "A3_{16}", True),
+    # Times of a day.
+    (r"12:30 \text{ p.m.}", r"12:30\text{ AM}", False),
+    (r"5\text{ PM}", r"5 \text{ p.m.}", True),
+    (r"5\text{ PM}", "5", True),
+    (r"3 \pm 2", "3 + a.m", False),
     # Constants, spaces and the empty set.
     ("e^2", r"\mathrm{e}^2", True),
     (r"2\pi i", r"2\pi\mathrm{i}", True),
