@@ -150,7 +150,7 @@ if __name__ == "__main__":
         "The folder of an earlier evaluation of the same problems, such as evaluations/NAME of the model that a run "
         "began with: the table shows accuracy by initial pass rate. Default: pass_rate of the problems that have one.",
     )
-    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print the changed settings and a summary, and end.")
     DISTRIBUTED = cli.define_distributed()
 
     def start() -> None:

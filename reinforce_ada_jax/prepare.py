@@ -55,7 +55,7 @@ if __name__ == "__main__":
     LEAST = flags.DEFINE_float("min_pass_rate", MIN_PASS_RATE, "Pass rates must lie above it (exclusive).")
     MOST = flags.DEFINE_float("max_pass_rate", MAX_PASS_RATE, "Pass rates may reach it (inclusive).")
     COUNT = flags.DEFINE_integer("samples", SAMPLES, "Responses drawn for each problem.")
-    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print the changed settings and a summary, and end.")
     DISTRIBUTED = cli.define_distributed()
 
     def start() -> None:

@@ -34,7 +34,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
 
 
 def dry_run(config: Config, workdir: pathlib.Path) -> None:
-    """Checks all input of a run, and prints the configuration and the summary; writes and compiles nothing."""
+    """Checks all input of a run, and prints the changed settings and the summary; writes and compiles nothing."""
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.training import summary, supervised
 
@@ -52,7 +52,7 @@ if __name__ == "__main__":
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )
     DISTRIBUTED = cli.define_distributed()
-    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print the changed settings and a summary, and end.")
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:

@@ -109,7 +109,7 @@ def _show_page(workdir: pathlib.Path, port: int, stack: contextlib.ExitStack) ->
 
 
 def dry_run(config: Config, workdir: pathlib.Path) -> None:
-    """Checks all input of a run, and prints the configuration and the summary; writes and compiles nothing."""
+    """Checks all input of a run, and prints the changed settings and the summary; writes and compiles nothing."""
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.evaluation.evaluator import load_evaluator
     from reinforce_ada_jax.planning import here

@@ -403,11 +403,8 @@ def described(capsys) -> tuple[dict[str, Any], str]:
 def test_a_dry_run_of_train(tmp_path, capsys):
     train.dry_run(tiny(seed=3), tmp_path / "run")
     settings, text = described(capsys)
-    assert (
-        config_lib.replaced(config_lib.resolve({}), settings) == tiny(seed=3)
-        and settings["seed"] == 3
-        and "mesh.data" not in settings
-    )
+    assert config_lib.replaced(config_lib.resolve({}), settings) == tiny(seed=3)
+    assert settings["seed"] == 3 and "mesh.data" not in settings
     for part in ("107,392 weights", "100 iterations of 32 prompts (of 1,024)", f"files       {tmp_path / 'run'}"):
         assert part in text
     check_message(refused(capsys, train.dry_run, tiny(**{"data.max_prompt_tokens": 7}), tmp_path / "run"), "limit 7")

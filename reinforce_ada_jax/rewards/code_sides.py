@@ -94,6 +94,12 @@ class Remote:
             raise AttributeError(f"the test cannot read {name} of an object of the program")
         return self._ask("attribute", self._number, name)
 
+    def __setattr__(self, name, value):
+        os._exit(CHANNEL_CLOSED)  # the program would not see it; no exception: the test might expect one
+
+    def __delattr__(self, name):
+        os._exit(CHANNEL_CLOSED)
+
     def __call__(self, *args, **kwargs):
         return self._ask("call", self._number, args, kwargs)
 

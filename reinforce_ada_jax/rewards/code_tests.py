@@ -17,9 +17,12 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+# BigCodeBench has an entry point, and test cases instead of a function `check`.
+_DEFINES_CHECK = re.compile(r"^def check\b", re.MULTILINE)
 # Groups of columns: the first group with a test is read, with all columns of the group.
 COLUMNS = (
     ("verification_info",), ("tests",), ("test_cases",), ("official_tests",), ("input_output",),
@@ -190,9 +193,12 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
         raise ValueError(f"no tests: none of {', '.join(names)} among its columns {', '.join(sorted(columns)):.200}")
     setup, entry = _setup(columns), columns.get("entry_point")
     call = f"\ncheck({entry})\n" if name == "test" and isinstance(entry, str) and entry.isidentifier() else ""
+
+    def whole(code: str) -> str:
+        return setup + code + (call if _DEFINES_CHECK.search(code) else "")
+
     tests = [
-        dataclasses.replace(test, code=setup + test.code + call) if isinstance(test, Assertions) else test
-        for test in tests
+        dataclasses.replace(test, code=whole(test.code)) if isinstance(test, Assertions) else test for test in tests
     ]
     tests = [test for test in tests if not isinstance(test, Assertions) or _runs(test.code)]
     if not tests:

@@ -39,7 +39,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])(?:(\d+\.\d+)e([+-]?\d+)|(\d+)e(\d+))(?![
 _REPEATING = re.compile(r"(?<![\d.,^_])(\d{0,15})\.(\d{0,15})\\(?:overline|bar)\s*(?:\{\s*(\d{1,15})\s*\}|(\d))")
 _UPRIGHT_CONSTANT = re.compile(r"([A-Za-z]?)\\mathrm\s*\{\s*([ei])\s*\}")
 # Digits and their base: 2516_8, A3_{16}.
-_NUMERAL = re.compile(r"(?<![\w^.\\}])(\d[\dA-F]*)\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
+_NUMERAL = re.compile(r"(?<![\w^.\\}])((?=[A-F]*\d)[\dA-F]+)\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
 _HALF_OF_DAY = re.compile(r"(?<![A-Za-z\\])([ap])\.?m(?![A-Za-z])", re.IGNORECASE)
 _DEGREES = re.compile(r"\^?\s*(?:\{\s*°\s*\}|°)")
 _CHOICE = re.compile(
@@ -93,6 +93,7 @@ def warm_up() -> None:
 
 
 def _slanted(match: re.Match[str]) -> str:
+    """Returns the letter of an upright constant, apart from a letter before it."""
     return f"{match[1]} {match[2]}" if match[1] else match[2]  # a letter may end a command
 
 

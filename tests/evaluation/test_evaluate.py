@@ -115,9 +115,8 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(huggingface, "load", none_needed)
         run(benchmark, output, **changes)
-    assert before.removeprefix("## four\n\n") in capsys.readouterr().out and before == (output / "table.md").read_text(
-        "utf-8"
-    )
+    assert before.removeprefix("## four\n\n") in capsys.readouterr().out
+    assert before == (output / "table.md").read_text("utf-8")
 
     # The function is fixed: the stored verdicts are not its own any more.
     reward.write_text("def grade(response, answer): return answer != 'fine'")

@@ -153,6 +153,9 @@ def test_the_reward_is_the_share_of_tests(pool):
         ("def f(x):\n    return x",
          {"test": "def check(candidate):\n    assert candidate(3) == 3", "entry_point": "f"}),
         ("def f(x):\n    return x", {"test": "from solution import f\n\ndef test_f():\n    assert f(2) == 2"}),
+        # BigCodeBench: an entry point, and no `check`.
+        ("def f(x):\n    return x", {"entry_point": "f", "test": "import unittest\n\nclass T(unittest.TestCase):\n"
+                                     "    def test_f(self):\n        self.assertEqual(f(2), 2)"}),
         ("class P:\n    def __init__(self, x):\n        self.x = x\n\ndef f(ps):\n    return sum(p.x for p in ps)",
          {"test_list": ["assert f([P(1), P(2)]) == 3", "assert P(4).x == 4"]}),
         ("class Solution:\n    def f(self, x):\n        return (x, 0.1 + 0.2)",

@@ -42,6 +42,13 @@ FORGED = {
     ),
     "name_of_a_type": ("assert f(7).kind.__name__ == 'int'",
                        "class int:\n    pass\n\nclass A:\n    kind = int\n\ndef f(x):\n    return A()"),
+    # Attributes that the program would not see.
+    "set_attribute": ("n = Node(1)\nn.next = Node(2)\nassert f(n) == 1",
+                      "class Node:\n    def __init__(self, x):\n        self.x, self.next = x, None\n\n"
+                      "def f(n):\n    return 0 if n is None else 1 + f(n.next)"),
+    "set_attribute_expected": ("try:\n    A().x = 1\n    raise AssertionError\nexcept AttributeError:\n    pass",
+                               "class A:\n    x = 0"),
+    "deleted_attribute": ("a = A()\ndel a.x\nassert a.x == 1", "class A:\n    def __init__(self):\n        self.x = 1"),
     # Exceptions that end a loop of the test.
     "stops_all_map": ("assert all(map(lambda x: f(x) == x * x, [1, 2, 3]))", STOPS),
     "stops_zip": ("for found, wanted in zip(map(f, [1, 2]), [1, 4]):\n    assert found == wanted", STOPS),

@@ -186,6 +186,7 @@ REPAIRED = [
     ("2516_8", "2516", True),
     ("2516", "2516_8", True),
     ("A3_{16}", "A3_{16}", True),
+    ("A3_{16}", "A3_{12}", False),
     # Times of a day.
     (r"12:30 \text{ p.m.}", r"12:30\text{ AM}", False),
     (r"5\text{ PM}", r"5 \text{ p.m.}", True),
