@@ -246,6 +246,8 @@ def _show_help(section: str, groups: Groups) -> NoReturn:
 
 def _wrong_type(message: str) -> str:
     """Returns which values a flag takes, for absl's message on a value of another type; "" for other messages."""
+    if several := re.fullmatch(r"(?s)flag --([\w.]+)=(.*?): Error while parsing string: .* as tuple\..*", message):
+        return f"--{several[1]} is {several[2]!r}; several values are written as --{several[1]}=\"('a', 'b')\"."
     found = re.fullmatch(r"flag --([\w.]+)=(.*?): .*(string to float|literal for int|Non-boolean).*", message)
     if not found:
         return ""

@@ -66,6 +66,8 @@ def read_inputs(options: flags.FlagValues, strategies: Sequence[str] = ()) -> In
     if options.output is not None:
         check_local("--output", options.output)
         check_output("--output", options.output, folder=True)
+    if options["strategy"].present and not options.strategy:
+        raise ValueError("--strategy is empty: name a strategy, such as --strategy=balance, or leave the flag out.")
     entries = list(dict.fromkeys(options.strategy)) or strategies or (section.strategy,)
     inputs = Inputs(
         {entry: strategy_settings(entry, section) for entry in entries}, parse_pass_rates(options.pass_rates),

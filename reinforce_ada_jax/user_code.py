@@ -4,6 +4,7 @@
 (docs/security.md). The caller checks what the function or class returns.
 """
 
+import codecs
 import contextlib
 import functools
 import importlib.machinery
@@ -39,7 +40,9 @@ def check(path: pathlib.Path, setting: str, name: str) -> None:
             compile(source, str(path), "exec", dont_inherit=True)
             symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes, or not UTF-8
-        raise ValueError(f"{setting}, but {path} is not valid Python: {error}.") from error
+        is_utf16 = path.read_bytes().startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        why = "the file is UTF-16. Save it as UTF-8" if is_utf16 else error
+        raise ValueError(f"{setting}, but {path} is not valid Python: {why}.") from error
     defined = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
     if name not in defined and not re.search(r"import\s*\*", source):
         raise ValueError(f"{setting}, but {path} defines no {name!r} (it defines {', '.join(defined) or 'nothing'}).")

@@ -201,7 +201,7 @@ def written_metrics() -> set[str]:
     )
     return (
         {key for key in keys if f"{key}*" not in keys and not key.endswith("_")}
-        | {f"update/{name}" for name in UpdateMetrics._fields if name not in ("finite", "gap")}
+        | {f"update/{name}" for name in UpdateMetrics._fields if name not in ("finite", "weights_finite", "gap")}
         | {f"evaluation/*/{re.sub('_1$', '_*', key)}" for key in statistics}
     )
 

@@ -113,7 +113,7 @@ def outcomes(
         for (drawn, correct, success), probability in in_flight.items():
             progress = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
             size = strategies.round_size(strategy, progress)
-            goes_on = 0.0 if size == 0 else (strategy.continue_probability(progress) if rounds else 1.0)
+            goes_on = 0.0 if size == 0 else (strategies.probability_of_more(strategy, progress) if rounds else 1.0)
             if goes_on < 1.0:
                 states.append((rounds, drawn, correct, *success))
                 probabilities.append((1.0 - goes_on) * probability)

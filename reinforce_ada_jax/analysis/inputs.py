@@ -14,6 +14,8 @@ from reinforce_ada_jax.config import CollectionConfig, collection_rules
 from reinforce_ada_jax.config.values import CORRECTIONS
 
 NUM_RATES, MOST_RATES = 11, 10_000
+# Each number of draws has as many states as may be correct: 8,192 draws of a prompt take 26 seconds.
+MOST_DRAWS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +31,7 @@ def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig
     """Returns `section` with the settings that an entry "NAME@n/MxN+WORD+WORD" names; all but NAME are optional.
 
     n is the group size, M and N are draws of a round and most rounds; a WORD is a correction or an objective. Raises
-    ValueError where a rule is broken (config/collection_rules.py).
+    ValueError where a rule is broken (config/collection_rules.py), or a prompt may get more than MOST_DRAWS.
     """
     match = re.fullmatch(r"(?s)(.*?)(?:@(\d+))?(?:/(\d+)x(\d+))?((?:\+\w+)*)", entry.strip())
     assert match is not None  # the first part matches any text
@@ -43,6 +45,12 @@ def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig
     collection_rules.check_collection(section)
     if not section.objective_alpha > 0:
         raise ValueError(f"collection.objective_alpha is {section.objective_alpha}; it must be above 0.")
+    most = collection_rules.max_draws(section)
+    if most is not None and most > MOST_DRAWS:
+        raise ValueError(
+            f"{entry} draws up to {most:,} responses of a prompt; the exact table follows at most {MOST_DRAWS:,}. "
+            "Lower --group_size, or --samples_per_round and --max_rounds."
+        )
     return section
 
 

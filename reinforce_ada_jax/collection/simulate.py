@@ -54,31 +54,43 @@ def check_own(config: StrategyConfig, strategy: Strategy, prompts: Sequence[Prom
     A strategy without `max_draws` may wait for a correct response, so it gets no prompt with wrong ones alone.
 
     Raises:
-      ValueError: one of its functions fails, breaks its bounds, or asks for more than TRIAL_DRAWS without end.
+      ValueError: one of its functions fails, breaks its bounds, or asks for more than TRIAL_DRAWS without end; or it
+        keeps no response of any of these prompts.
     """
     if config.strategy in strategies.BUILT_IN:
         return
     most = TRIAL_DRAWS if strategy.max_draws is None else strategy.max_draws
-    rewards = np.stack([np.arange(most) % 2, np.ones(most), np.zeros(most)])[: 2 if strategy.max_draws is None else 3]
+    rewards = np.array([[0, 1], [1, 1], [0, 0]], float)[: 2 if strategy.max_draws is None else 3]  # again and again
     prompts = prompts[: len(rewards)]
-    path = pathlib.Path(config.strategy.rpartition(":")[0])
-    with user_code.failures(path, f"collection.strategy is {config.strategy!r}"):
-        for pool in _play(dataclasses.replace(strategy, max_draws=most), rewards, prompts):
-            if not np.isfinite(make_group(pool, strategy).advantages).all():
-                raise ValueError(f"an advantage of {pool.correct.mean():.0%} correct responses is not finite")
+    path, setting = pathlib.Path(config.strategy.rpartition(":")[0]), f"collection.strategy is {config.strategy!r}"
+    tried = f" (without max_draws; the limit of this trial is {most})" if strategy.max_draws is None else ""
+    with user_code.failures(path, setting + tried):
+        pools = _play(dataclasses.replace(strategy, max_draws=most), rewards, prompts)
+        groups = [make_group(pool, strategy) for pool in pools]
+    for group in groups:
+        if not np.isfinite(group.advantages).all():
+            raise ValueError(
+                f"{setting}: an advantage of {group.pool.correct.mean():.0%} correct responses is not finite."
+            )
+    if not any(group.kept.size for group in groups):
+        raise ValueError(
+            f"{setting}, which keeps no response of a prompt, whether they are right, wrong or both: nothing would be "
+            "trained on. Return indices of draws from keep."
+        )
 
 
 def _play(strategy: Strategy, rewards: np.ndarray, prompts: Sequence[Prompt]) -> list[Pool]:
     """Returns the pools of prompts whose response i has the reward rewards[row, i], row for row."""
     threshold, rows = RewardConfig().positive_threshold, {prompt.id: row for row, prompt in enumerate(prompts)}
+    width = rewards.shape[1]
 
     def sample(queue: RequestQueue) -> Iterator[list[Response]]:
-        while requests := queue.take(rewards.size):
+        while requests := queue.take(TRIAL_DRAWS):
             token, logprob = np.zeros(1, np.int32), np.zeros(1, np.float32)
             yield [Response(request.prompt.id, request.draw, token, logprob, False) for request in requests]
 
     def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict]:
-        scripted = [float(rewards[rows[prompt.id], response.draw]) for prompt, response in pairs]
+        scripted = [float(rewards[rows[prompt.id], response.draw % width]) for prompt, response in pairs]
         return [Verdict(correct=reward > threshold, reward=reward) for reward in scripted]
 
     options = CollectOptions(estimate_fn=lambda prompts: np.full(len(prompts), 0.5))

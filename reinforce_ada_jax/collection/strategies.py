@@ -107,6 +107,19 @@ class Strategy:
     needs_estimates: bool = False
     drop_unmet: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field of another type; its message has the line of a user's file that set it."""
+        for name in ("next_draws", "met", "keep", "weight", "continue_probability"):
+            if not callable(value := getattr(self, name)):
+                raise ValueError(f"{name} of a Strategy is {value!r:.80}; it must be a function.")
+        for name, least in (("max_draws", 1), ("max_kept", 1), ("extra_batches", 0), ("max_age", 0)):
+            value, optional = getattr(self, name), name != "extra_batches"
+            if not (value is None and optional) and (not isinstance(value, int | np.integer) or value < least):
+                or_none = ", or None" * optional
+                raise ValueError(
+                    f"{name} of a Strategy is {value!r:.80}; it must be a whole number of at least {least}{or_none}."
+                )
+
     @property
     def estimates(self) -> bool:
         """True if pass rates are estimated before the first draw."""
@@ -129,6 +142,17 @@ def round_size(strategy: Strategy, progress: PromptProgress) -> int:
             f"most max_draws = {strategy.max_draws}."
         )
     return size
+
+
+def probability_of_more(strategy: Strategy, progress: PromptProgress) -> float:
+    """Returns `continue_probability`; raises ValueError where it is no probability."""
+    probability = strategy.continue_probability(progress)
+    if not 0 <= probability <= 1:
+        raise ValueError(
+            f"continue_probability of the strategy is {probability!r:.80} after {progress.rounds} rounds of prompt "
+            f"{progress.prompt.id!r}; it must be in [0, 1]."
+        )
+    return probability
 
 
 def plan_draws(strategy: Strategy, estimates: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -157,7 +181,7 @@ def next_round(strategy: Strategy, progress: PromptProgress, seed: int, iteratio
     size = round_size(strategy, progress)
     if size and progress.rounds:
         uniform = uniform_at_address(seed, iteration, progress.prompt.id, progress.rounds)
-        return size if uniform < strategy.continue_probability(progress) else 0
+        return size if uniform < probability_of_more(strategy, progress) else 0
     return size
 
 

@@ -1,8 +1,10 @@
 """Checks of the paths that a user names, made before any work: inputs can be read, outputs can be written."""
 
+import errno
 import os
 import pathlib
 import re
+import tempfile
 
 from reinforce_ada_jax.files import buckets
 
@@ -60,5 +62,12 @@ def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:
         above = above.parent
     if not (path.exists() or above.is_dir()):
         raise ValueError(f"{name} is {str(path)!r}, but {str(above)!r} is a file: name another path.")
-    if not os.access(above, os.W_OK):
-        raise ValueError(f"{name} is {str(path)!r}, and {str(above)!r} can't be written: name another path.")
+    try:  # permissions alone do not tell: root may write everywhere, and nothing can be made in /proc
+        if not os.access(above, os.W_OK):
+            raise PermissionError
+        if not path.exists():
+            os.rmdir(tempfile.mkdtemp(dir=above))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # another path is no remedy
+            raise
+        raise ValueError(f"{name} is {str(path)!r}, and {str(above)!r} can't be written: name another path.") from None

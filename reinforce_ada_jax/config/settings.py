@@ -74,7 +74,7 @@ class DataConfig:
         INSTRUCTION, 'Text after the problem and a space in "chat".', rule="texts_belong_to_chat"
     )
     max_prompt_tokens: int = setting(
-        1024, "Longest prompt in tokens; a longer one is an error and is never cut.", values.AT_LEAST_1
+        1024, "Longest prompt in tokens; a longer one is an error and is never cut.", values.TOKENS
     )
 
 
@@ -93,10 +93,10 @@ class RewardConfig:
         "problem has messages or data.template is chat.", one_of(("auto", "text", "chat")),
     )  # fmt: skip
     workers: int = setting(
-        2, "Grading processes; 0 grades in this process, for graders that cannot hang or crash.", values.NOT_NEGATIVE,
+        2, "Grading processes; 0 grades in this process, for graders that cannot hang or crash.", values.WORKERS,
         rule="own_code_has_workers",
     )  # fmt: skip
-    time_limit_s: float = setting(6.0, "Seconds for one grading; the worker is killed after that.", values.POSITIVE)
+    time_limit_s: float = setting(6.0, "Seconds for one grading; the worker is killed after that.", values.SECONDS)
     max_failed: float = setting(
         0.5, "Share of the responses of an iteration whose grading may fail; above it the run stops.", values.SHARE
     )
@@ -106,7 +106,7 @@ class RewardConfig:
     overlong_tokens: int = setting(
         0, "Tokens before the length limit in which a correct response has a penalty, relative to the other correct "
         "ones of its prompt; it grows linearly to 1 at the limit. 0: none.",
-        values.NOT_NEGATIVE, rule="penalty_fits_the_response",
+        values.TOKENS_OR_0, rule="penalty_fits_the_response",
     )  # fmt: skip
 
 
@@ -165,9 +165,9 @@ class EnvironmentConfig:
         "sampling.max_response_tokens bounds a whole trajectory.", values.ENVIRONMENT,
         rule="an_environment_gives_the_rewards",
     )  # fmt: skip
-    max_turns: int = setting(8, "Most turns of the model; a trajectory that needs more has failed.", values.AT_LEAST_1)
+    max_turns: int = setting(8, "Most turns of the model; a trajectory that needs more has failed.", values.DRAWS)
     max_turn_tokens: int = setting(
-        0, "Longest turn of the model in tokens; 0: what the trajectory leaves.", values.NOT_NEGATIVE
+        0, "Longest turn of the model in tokens; 0: what the trajectory leaves.", values.TOKENS_OR_0
     )
 
 
@@ -185,12 +185,12 @@ class CollectionConfig:
     )  # fmt: skip
     group_size: int = setting(
         4, "n: responses of one prompt in the update; also the size of a round for grpo, dapo and ngu.",
-        values.AT_LEAST_2,
+        values.GROUP,
     )  # fmt: skip
     samples_per_round: int = setting(
-        8, "M: draws of one round; estimate: mean draws of a prompt.", values.AT_LEAST_1, rule="a_round_fills_a_group"
+        8, "M: draws of one round; estimate: mean draws of a prompt.", values.DRAWS, rule="a_round_fills_a_group"
     )
-    max_rounds: int = setting(4, "N: most rounds; a prompt gets at most M * N draws.", values.AT_LEAST_1)
+    max_rounds: int = setting(4, "N: most rounds; a prompt gets at most M * N draws.", values.DRAWS)
     k_pos: int | None = setting(
         None, "Correct responses that end the rounds; default: 1 for positive, n // 2 for balance.",
         rule="goals_can_be_met",
@@ -201,7 +201,7 @@ class CollectionConfig:
     )  # fmt: skip
     max_draws: int | None = setting(
         None, "estimate, ngu: most draws of a prompt; default M * N; 0 for ngu: no limit.",
-        rule="budget_is_within_draws",
+        values.DRAWS_OR_NONE, rule="budget_is_within_draws",
     )  # fmt: skip
     allocation: str = setting(
         "", 'estimate: draws proportional to sqrt(w) ("hybrid"), w ("sampling") or w sqrt(p (1 - p)) ("variance"); '
@@ -239,7 +239,7 @@ class CollectionConfig:
         "p^alpha, or 1 - (1 - p)^k.", one_of(values.OBJECTIVES), rule="correction_fits",
     )  # fmt: skip
     objective_alpha: float = setting(0.5, "alpha of the objective power.", values.POSITIVE)
-    objective_k: int = setting(8, "k of the objective pass_at_k.", values.AT_LEAST_1, rule="correction_fits")
+    objective_k: int = setting(8, "k of the objective pass_at_k.", values.DRAWS, rule="correction_fits")
     objective_epsilon: float = setting(
         1e-2, "Lower bound of the pass rate in w(p) = f'(p).", values.BELOW_1, rule="weights_are_finite"
     )
@@ -293,19 +293,19 @@ class SamplingConfig:
     """Training samples and the engine that draws them."""
 
     temperature: float = setting(1.0, "Sampling temperature of training.", values.POSITIVE)
-    max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.AT_LEAST_1)
+    max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.TOKENS)
     slots: int = setting(
         0, "Responses decoded at the same time in each of mesh.data * mesh.fsdp * mesh.context replicas (with "
         "mesh.sampler, in each of mesh.sampler / mesh.tensor); 0: 256, or on CPUs as many as the strategy keeps busy, "
         "at most 64.",
-        values.SLOTS,
+        values.MANY_OR_0,
     )  # fmt: skip
-    window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
-    page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.AT_LEAST_1)
+    window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.WINDOW)
+    page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.WINDOW)
     pages: int = setting(
         0, "Pages of one replica's cache; 0: as many as slots and open prompts need at their longest. Open are a "
         "quarter more prompts than slots, half more if samples_per_round is below 4, or all of them with a barrier.",
-        values.NOT_NEGATIVE, rule="pages_hold_a_response",
+        values.PAGES, rule="pages_hold_a_response",
     )  # fmt: skip
     attention: str = setting(
         "auto", "Decode attention; auto: the one made for the device.",
@@ -322,7 +322,7 @@ class SamplingConfig:
     drafts: int | None = setting(
         None, "Most tokens that a decode step guesses for one slot; it verifies as many as pay. The samples stay the "
         "same. 0: none; default: 3 on CPUs, with fewer than 8 slots of a model that does not fit into the caches, "
-        "else 0.", values.NOT_NEGATIVE_OR_NONE,
+        "else 0.", values.DRAFTS_OR_NONE,
     )  # fmt: skip
     check_invariants: bool = setting(
         False, "Check all pages, rows and requests after every window; slow, for finding faults."
@@ -345,7 +345,7 @@ class LearningConfig:
         "most 2,048 tokens; elsewhere one.", values.NOT_NEGATIVE, rule="updates_are_whole_micro_batches",
     )  # fmt: skip
     responses_per_row: int = setting(
-        16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.AT_LEAST_1
+        16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.MANY
     )
     attention: str = setting(
         "auto", 'Learner attention; "blocks": in blocks of queries; "splash": JAX\'s TPU kernels; "cudnn": those of '
@@ -356,7 +356,7 @@ class LearningConfig:
         "auto", 'Recomputed in the backward pass: "full", each layer; "dots", all but products with weights; auto: '
         '"dots" on CPUs, "full" elsewhere.', one_of(("auto", "full", "dots")),
     )  # fmt: skip
-    learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", values.POSITIVE)
+    learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", values.RATE)
     warmup_updates: int = setting(10, "Updates of the linear warm-up.", values.NOT_NEGATIVE)
     b1: float = setting(0.9, "AdamW: decay of the first moment.", values.BELOW_1)
     b2: float = setting(0.999, "AdamW: decay of the second moment.", values.BELOW_1)
@@ -421,7 +421,7 @@ class SftConfig:
 class LoraConfig:
     """Adapters in place of full fine-tuning."""
 
-    rank: int = setting(0, "Rank of the adapters; 0: all weights are trained.", values.NOT_NEGATIVE)
+    rank: int = setting(0, "Rank of the adapters; 0: all weights are trained.", values.RANK)
     alpha: float = setting(32.0, "The product of an adapter is scaled by alpha / rank.", values.POSITIVE)
     targets: tuple[str, ...] = setting(
         (values.ALL_LINEAR,), "Projections with adapters, or all-linear.", values.TARGETS
@@ -438,18 +438,18 @@ class LoraConfig:
 class MeshConfig:
     """Devices along each axis of the mesh."""
 
-    data: int = setting(1, "Devices that each have a copy of the weights.", values.AT_LEAST_1)
+    data: int = setting(1, "Devices that each have a copy of the weights.", values.MANY)
     fsdp: int = setting(
-        1, "Devices that share weights and optimiser state.", values.AT_LEAST_1, rule="updates_are_whole_micro_batches"
+        1, "Devices that share weights and optimiser state.", values.MANY, rule="updates_are_whole_micro_batches"
     )
     context: int = setting(
         1, "Devices that share the tokens of each row in the learner, for rows of 16k tokens and more; they share "
-        "weights and optimiser state too.", values.AT_LEAST_1, rule="rows_are_cut",
+        "weights and optimiser state too.", values.MANY, rule="rows_are_cut",
     )  # fmt: skip
-    tensor: int = setting(1, "Devices that share each product.", values.AT_LEAST_1)
+    tensor: int = setting(1, "Devices that share each product.", values.MANY)
     sampler: int = setting(
         0, "Devices that only draw, beside data * fsdp * context * tensor devices that update; 0: all devices do both, "
-        "in turn.", values.NOT_NEGATIVE, rule="devices_are_split",
+        "in turn.", values.MANY_OR_0, rule="devices_are_split",
     )  # fmt: skip
 
     @property
@@ -482,8 +482,9 @@ class CheckpointConfig:
         values.NOT_NEGATIVE,
     )  # fmt: skip
     accept_changed_reward: bool = setting(
-        False, "Resume although reward.path, environment.path or the tests of programs are not those of the run so far."
-    )
+        False, "Resume although your code (reward.path, environment.path, or files of strategy, selection and loss) or "
+        "the tests of programs are not those of the run so far.",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -495,11 +496,11 @@ class EvaluationConfig:
     graders: tuple[str, ...] = setting(
         values.DEFAULT_GRADERS, "BENCHMARK=KIND for benchmarks with a grader of their own.", values.GRADERS,
     )  # fmt: skip
-    samples: int = setting(32, "Responses to each problem.", values.AT_LEAST_1)
+    samples: int = setting(32, "Responses to each problem.", values.MANY)
     temperature: float = setting(1.0, "Sampling temperature; 0: the most probable token.", values.TEMPERATURE)
     top_k: int = setting(0, "Most probable tokens to choose from; 0: all.", values.NOT_NEGATIVE)
     top_p: float = setting(1.0, "Probability mass to choose from.", values.SHARE)
-    max_response_tokens: int = setting(4096, "Longest response in tokens.", values.AT_LEAST_1)
+    max_response_tokens: int = setting(4096, "Longest response in tokens.", values.TOKENS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -104,14 +104,29 @@ CONTROL_VARIATE = Allowed(
     "be none, noise, or a number as text, such as '0.03'",
     lambda value: value in ("none", "noise") or _is_number(value),
 )
-AT_LEAST_1 = Allowed("be at least 1", lambda value: value >= 1)
-AT_LEAST_2 = Allowed("be at least 2: a group of one has no baseline to differ from", lambda value: value >= 2)
-NOT_NEGATIVE = Allowed("not be negative", lambda value: value >= 0)
+
+
+def whole(least: int, most: int, *, optional: bool = False, why: str = "") -> Allowed:
+    """Allows numbers from `least` to `most`, and None where it is `optional`; `why` tells the lower bound."""
+    bound = f"be at least {least}{why} and" if least else "not be negative, and it must be"
+    text = f"{bound} at most {most:,}" + "; None chooses" * optional
+    return Allowed(text, lambda value: optional if value is None else least <= value <= most)
+
+
+# Every number has a largest value: above what a run can use, and below sizes of arrays that overflow in 32 bits.
+AT_LEAST_1, NOT_NEGATIVE = whole(1, 10**9), whole(0, 10**9)
+TOKENS, TOKENS_OR_0 = whole(1, 2**20), whole(0, 2**20)
+DRAWS, DRAWS_OR_NONE = whole(1, 4_096), whole(0, 4_096**2, optional=True)  # of a round; also rounds
+GROUP = whole(2, 4_096, why=" (a group of one has no baseline to differ from)")
+MANY, MANY_OR_0 = whole(1, 65_536), whole(0, 65_536)  # devices, slots, responses to a problem
+DRAFTS_OR_NONE = whole(0, 64, optional=True)
+PAGES, RANK, WORKERS = whole(0, 2**24), whole(0, 4_096), whole(0, 1_024)
+WINDOW = whole(1, 4_096)  # tokens of a dispatch, or of a page
 FINITE = Allowed("be finite", math.isfinite)
 NOT_NEGATIVE_FINITE = Allowed("not be negative, and it must be finite", lambda value: 0 <= value < math.inf)
 POSITIVE = Allowed("be above 0 and finite", lambda value: 0 < value < math.inf)
-SLOTS = Allowed("not be negative, and it must be at most 65,536", lambda value: 0 <= value <= 65_536)
-NOT_NEGATIVE_OR_NONE = Allowed("not be negative; None chooses", lambda value: value is None or value >= 0)
+SECONDS = Allowed("be above 0 and finite, at most 1,000,000", lambda value: 0 < value <= 1_000_000)
+RATE = Allowed("be above 0 and finite, at most 100", lambda value: 0 < value <= 100)
 POSITIVE_OR_NONE = Allowed("be above 0, or None", lambda value: value is None or value > 0)
 BELOW_1 = Allowed("be at least 0 and below 1", lambda value: 0 <= value < 1)
 PROBABILITY = Allowed("be in [0, 1]", lambda value: 0 <= value <= 1)
@@ -130,7 +145,8 @@ def _are_functions(text: str) -> bool:
 
 
 USER_FUNCTIONS = Allowed(
-    "have the form file.py:function or file.py:function=WEIGHT (several with commas between them), or be empty",
+    "have the form file.py:function or file.py:function=WEIGHT (several with commas between them; names of files have "
+    "none), or be empty",
     _are_functions,
 )
 ENVIRONMENT = Allowed(

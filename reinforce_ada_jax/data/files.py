@@ -1,11 +1,13 @@
 """Rows of files: JSONL, JSONL packed by gzip, and Parquet. The first bytes of a file decide which of them it is."""
 
+import codecs
 import contextlib
 import gzip
 import importlib
 import io
 import json
 import pathlib
+import shlex
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,10 +31,19 @@ def _check_depth(value: Any, depth: int = 0) -> None:
             _check_depth(each, depth + 1)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object of (key, value); ValueError where a key comes twice, of which JSON would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.80} comes twice")
+    return found
+
+
 def _parse(line: bytes, where: str) -> Any:
     """Returns the value of a line; ValueError where it is not JSON, nested too deeply, or not valid Unicode."""
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_unique)
         if line.count(b"[") + line.count(b"{") > MAX_DEPTH:
             _check_depth(value)
         if b"\\u" in line:  # half of a surrogate pair can't be written to any file
@@ -60,7 +71,11 @@ def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
                     f"{where}: more than {MAX_LINE_BYTES:,} bytes. One problem a line; leave out what is no text."
                 )
             if number == 1 and line.strip() == b"[":
-                raise ValueError(f"{name} is one JSON array. Write one object a line: jq -c '.[]' {name} > new.jsonl")
+                raise ValueError(
+                    f"{name} is one JSON array. Write one object a line: jq -c '.[]' {shlex.quote(name)} > new.jsonl"
+                )
+            if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise ValueError(f"{name} is UTF-16. Save it as UTF-8.")
             if line.strip():
                 yield number, _parse(line, where)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

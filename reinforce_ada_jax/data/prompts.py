@@ -46,6 +46,8 @@ def load_problems(source: str, columns: Columns = BY_RULES) -> list[Problem]:
         source = str(buckets.fetch(source))
     if source.startswith(tfds_problems.PREFIX):
         return tfds_problems.read_tfds(source, columns)
+    if pathlib.Path(source).is_dir() and not any(pathlib.Path(source).iterdir()):
+        raise ValueError(f"{source} is an empty folder: name a JSONL or Parquet file, or a folder with such files.")
     if source.startswith(hub_problems.PREFIX) or pathlib.Path(source).is_dir():
         return hub_problems.read_hub(source, columns)
     return read_file(source, columns)

@@ -52,7 +52,7 @@ def shown(value: Any) -> str:
 
 def _names(row: Mapping[str, Any]) -> str:
     names = sorted(map(str, itertools.islice(row, 30)))
-    return ", ".join(f"{name:.40}" for name in names) + (", ..." if len(row) > 30 else "")
+    return ", ".join(f"{name:.40}" for name in names) + (", ..." if len(row) > 30 else "") or "(it has none)"
 
 
 def _get(row: Mapping[str, Any], name: str, missing: Any = None) -> Any:
@@ -162,6 +162,8 @@ def _own_id(row: Mapping[str, Any], where: str) -> str | None:
         raise ValueError(
             f"{where}: id has {len(name):,} characters; it must have 1 to {MAX_ID_LENGTH:,}, not all blank."
         )
+    if name.splitlines() != [name]:
+        raise ValueError(f"{where}: id is {shown(name)}; it must be one line, because reports have it in their lines.")
     return name
 
 

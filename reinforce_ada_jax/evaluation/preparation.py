@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, values
 from reinforce_ada_jax.config.paths import check_output, check_source
 from reinforce_ada_jax.data.problems import Problem, description, to_row
 from reinforce_ada_jax.data.prompts import short_prompts
@@ -351,8 +351,7 @@ def prepare(
     """
     with cli.user_input():
         band = Band(*pass_rates)
-        if samples < 1:
-            raise ValueError(f"--samples is {samples}; it must be at least 1.")
+        values.MANY.check("--samples", samples)
         files.check(source)
         changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": (), "lora.rank": 0}
         config = components_lib.for_devices(config_lib.check(config_lib.replaced(config, changes)))

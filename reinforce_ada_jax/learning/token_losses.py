@@ -133,15 +133,25 @@ def load(loss: str) -> str | TokenLossFn:
         result = found if isinstance(found, TokenLoss) else TokenLoss(found)
         shape, dtype = np.shape(result.loss), jnp.result_type(result.loss)
         if shape != np.shape(ratio) or dtype != jnp.float32:
+            returned = "None" if result.loss is None else f"{dtype}{list(shape)}"
             raise ValueError(
-                f"{setting}, which returned {dtype}{list(shape)} for ratios of float32{list(np.shape(ratio))}; it must "
-                "return the loss of each token, or a TokenLoss."
+                f"{setting}, which returned {returned} for ratios of float32{list(np.shape(ratio))}; it must return "
+                "the loss of each token, or a TokenLoss."
             )
         return result
 
-    tokens = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    def total(logprobs: Tokens) -> Array:
+        return checked(example, jnp.exp(logprobs - old), logprobs, advantages).loss.sum()
+
     example = LossConfig(clip_low=0.2, clip_high=0.2, dual_clip=10.0, aggregation="token-mean")
-    jax.eval_shape(lambda *arrays: checked(example, *arrays).loss, tokens, tokens, tokens)
+    old, logprobs = jnp.full((2, 3), -1.0), jnp.array([[-1.5, -1.0, -0.5]] * 2)
+    advantages = jnp.array([[1.0] * 3, [-1.0] * 3])
+    value, slopes = jax.jit(jax.value_and_grad(total))(logprobs)
+    if not (jnp.isfinite(value) and jnp.isfinite(slopes).all()):
+        raise ValueError(
+            f"{setting}, whose loss is {value:g} for advantages of 1 and -1 and ratios of 0.6 to 1.6, with slopes from "
+            f"{slopes.min():g} to {slopes.max():g}; all must be finite."
+        )
     return checked
 
 

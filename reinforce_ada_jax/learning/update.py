@@ -74,6 +74,7 @@ class UpdateMetrics(NamedTuple):
     computed_share: Float[Array, ""]  # share of tokens that are computed, not left out
     grad_norm: Float[Array, ""]  # global norm of the gradient, before it is clipped
     finite: Bool[Array, ""]  # loss, gradient and the gap below are finite
+    weights_finite: Bool[Array, ""]  # the new weights are: a step of finite numbers may overflow
     gap: LogprobGap | None = None  # of engine and learner; None where `old_logprobs` are given
 
 
@@ -283,8 +284,12 @@ class UpdatePrograms:
         new = take_step(self._optimizer, state, gradients)
         new = jax.tree.map(lambda after, before: jnp.where(allowed, after, before), new, state)
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
-        metrics = UpdateMetrics(**sums.means, computed_share=computed, grad_norm=grad_norm, finite=finite, gap=gap)
-        return new, metrics
+        # Of the chosen weights: a choice that waited for this would hold two copies of the state.
+        weights_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new.params)]).all()
+        return new, UpdateMetrics(
+            **sums.means, computed_share=computed, grad_norm=grad_norm, finite=finite, weights_finite=weights_finite,
+            gap=gap,
+        )  # fmt: skip
 
     def _in_one_program(
         self,

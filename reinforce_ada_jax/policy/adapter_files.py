@@ -92,6 +92,8 @@ def save(
     the adapters, each calls this, and process 0 writes.
     """
     tensors = peft_tensors(architecture, adapters, lora)
+    for name, tensor in tensors.items():
+        weight_files.check_finite("nothing is exported", name, tensor, weight_files.EARLIER)
     if not processes.is_writer():
         return
     with weight_files.new_folder(pathlib.Path(folder).absolute()) as partial:

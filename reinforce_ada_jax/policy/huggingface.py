@@ -242,12 +242,6 @@ def _owned(weights: dict[str, jax.Array], dtype: DTypeLike) -> dict[str, jax.Arr
     return {name: jnp.copy(weight).astype(dtype) for name, weight in weights.items()}
 
 
-def _num_not_finite(value: np.ndarray) -> int:
-    # A block at a time, or its mask would be a quarter of a tensor more. 7 billion bfloat16 take 11 s.
-    flat, block = value.reshape(-1), 2**20
-    return sum(int((~np.isfinite(flat[begin : begin + block])).sum()) for begin in range(0, flat.size, block))
-
-
 def _opened(file: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
     if file.suffix == gguf.SUFFIX:
         return contextlib.nullcontext(gguf_files.Tensors(file))
@@ -292,11 +286,8 @@ def load(
 
         def tensor(name: str) -> np.ndarray:
             value = opened[headers[name].file].get_tensor(headers[name].name)
-            if count := _num_not_finite(value):
-                raise ValueError(
-                    f"{folder}: {count:,} of the {value.size:,} values of {name} are NaN or infinite. Fetch the folder "
-                    "again; if a training wrote it, export an earlier checkpoint of that run."
-                )
+            remedy = "Fetch the folder again; if a training wrote it, export an earlier checkpoint of that run."
+            weight_files.check_finite(str(folder), name, value, remedy)
             return value
 
         def value(names: list[str]) -> np.ndarray:
@@ -389,7 +380,7 @@ def save(
 
     Raises:
       ValueError: the destination is not empty, `tokenizer_from` has no tokenizer, the weights aren't those of the
-        architecture, or have a dtype that isn't written.
+        architecture, have a dtype that isn't written, or are not finite.
     """
     folder = pathlib.Path(folder).absolute()
     tokenizer_from = None if tokenizer_from is None else pathlib.Path(tokenizer_from)
@@ -416,7 +407,9 @@ def save(
     def fetch(name: str) -> np.ndarray:
         part = wanted[name]
         value = processes.fetch(_read_part(weight(part.weight), part.start, part.ours))
-        return part.to_theirs(value.astype(dtypes[part.weight], copy=False))
+        value = value.astype(dtypes[part.weight], copy=False)
+        weight_files.check_finite("nothing is exported", name, value, weight_files.EARLIER)
+        return part.to_theirs(value)
 
     if not processes.is_writer():
         for name in wanted:

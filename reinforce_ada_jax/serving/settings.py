@@ -46,7 +46,7 @@ class ServerSettings:
     )  # fmt: skip
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.")
     port: int = setting(9000, "Port to listen on; 0 chooses a free one and prints it.", _within(0, 65_535))
-    slots: int = setting(16, "Responses decoded at the same time.", values.AT_LEAST_1)
+    slots: int = setting(16, "Responses decoded at the same time.", values.MANY)
     replicas: int = setting(
         1,
         "Copies of the model, each with --slots; 0, and over several processes: as many as there are devices. With "
@@ -62,8 +62,8 @@ class ServerSettings:
     )  # fmt: skip
     # JetStream's longest bucket is 32,768.
     max_prompt_tokens: int = setting(1024, "Longest prompt; a longer one is refused.", _within(1, 32_768))
-    max_response_tokens: int = setting(1024, "Largest max_tokens of a request.", values.AT_LEAST_1)
-    page_size: int = setting(64, "Tokens in a page of the key/value cache.", values.AT_LEAST_1)
+    max_response_tokens: int = setting(1024, "Largest max_tokens of a request.", values.TOKENS)
+    page_size: int = setting(64, "Tokens in a page of the key/value cache.", values.WINDOW)
     temperature: float = setting(1.0, "Sampling temperature; 0 takes the most probable token.", values.TEMPERATURE)
     top_k: int = setting(0, "Draw among the k most probable tokens; 0 for all.", values.NOT_NEGATIVE)
     top_p: float = setting(1.0, "Draw among the fewest tokens with this probability in sum.", values.SHARE)

@@ -105,6 +105,8 @@ def _check_verdicts(run: Run, state: RunState, groups: Sequence[Group]) -> None:
     message = reward_check.too_many_failed(config, graders, what, verdicts, remedy)
     if message:
         raise TrainingStopped(message)
+    if state.iteration == 0 and (warning := reward_check.none_above_threshold(config, verdicts)):
+        run.progress.say(f"{what}: {warning}")
     if state.iteration == 0 and reward_check.checked_name(config):
         pool = groups[0].pool
         text = reward_check.shown(run.components.tokenizer.decode(pool.responses[0].tokens))

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import pathlib
 import re
+import shlex
 import time
 from collections.abc import Mapping
 
@@ -57,7 +58,7 @@ def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, c
         print(
             f"{outcome.message}\n".lstrip()
             + f"finished {unit} {outcome.state.iteration}{more}. Weights: {named}/checkpoints; export them with\n"
-            f"  python -m reinforce_ada_jax.export --workdir={named} --output=HF_DIR"
+            f"  python -m reinforce_ada_jax.export --workdir={shlex.quote(str(named))} --output=HF_DIR"
         )
 
 
@@ -104,11 +105,14 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
         processes.leave()
     except OSError as error:
         processes.wait_for_news()  # a save that fails because a process is gone looks like a full disk
-        newest = run.checkpoints.latest()
-        saved = "No checkpoint was finished yet" if newest is None else f"The last complete checkpoint is {newest}"
         remedy = f"Fix this (on a full disk, free space), then: {_resuming(run)}"
-        return Outcome(Ending.STOPPED, f"{error}. Training stopped. {saved}. {remedy}")
+        return Outcome(Ending.STOPPED, f"{error}. Training stopped. {_newest_saved(run)}. {remedy}")
     return outcome
+
+
+def _newest_saved(run: Run) -> str:
+    newest = run.checkpoints.latest()
+    return "No checkpoint was finished yet" if newest is None else f"The last complete checkpoint is {newest}"
 
 
 def _outcome_of(run: Run, state: RunState, error: Exception) -> Outcome | None:
@@ -116,6 +120,8 @@ def _outcome_of(run: Run, state: RunState, error: Exception) -> Outcome | None:
     if isinstance(error, Interrupted):
         return _interrupted(run, state)
     if isinstance(error, TrainingStopped):
+        if state.donated:  # an update gave weights that can't be used
+            return Outcome(Ending.STOPPED, f"{error} {_newest_saved(run)}.", state)
         save(run, state)
         return Outcome(Ending.STOPPED, f"{error} The state before it is saved as iteration {state.iteration}.", state)
     # No state can be saved if an update has taken the arrays, or if other processes may not have the error.
@@ -257,5 +263,5 @@ def _forget_saved(run: Run) -> None:
 
 
 def _resuming(run: Run) -> str:
-    named = buckets.origin(run.workdir)
+    named = shlex.quote(str(buckets.origin(run.workdir)))
     return f"python -m reinforce_ada_jax.{run.command} with the same --config and --workdir={named} goes on from there."

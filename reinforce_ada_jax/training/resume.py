@@ -46,6 +46,7 @@ def identity(
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": prompts_hash(prompts),
         "reward": graded,
+        "code": "" if supervised else code_hash(config),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }
@@ -67,6 +68,13 @@ def reward_hash(config: Config, prompts: Sequence[Prompt]) -> str:
     return environments.file_hash(config) or loading.settings_hash(config.reward.path, config.judge.template)
 
 
+def code_hash(config: Config) -> str:
+    """Returns a hash of the user's files with the strategy, the choice of prompts and the loss, "" for none."""
+    names = (config.collection.strategy, config.collection.selection, config.learning.loss)
+    files = [pathlib.Path(name.rpartition(":")[0]) for name in names if ":" in name]
+    return json_hash([hashlib.sha256(file.read_bytes()).hexdigest() for file in files]) if files else ""
+
+
 def check(
     workdir: pathlib.Path,
     folder: pathlib.Path,
@@ -77,7 +85,7 @@ def check(
 ) -> None:
     """Raises ValueError if the checkpoint's record `saved` belongs to another run than the identity `ours`.
 
-    With `accept_reward` the user's reward functions may have changed. `folder` is that of the model.
+    With `accept_reward` the user's functions may have changed. `folder` is that of the model.
     """
     named = buckets.origin(workdir)
     if (ours["reward"] == SUPERVISED) != (saved["reward"] == SUPERVISED):
@@ -109,9 +117,13 @@ def check(
             f"{named} holds checkpoints of another configuration: its config.json was changed or lost. Restore that "
             "file, or choose another --workdir."
         )
-    if ours["reward"] != saved["reward"] and not accept_reward:
-        raise ValueError(
-            f"the reward (reward.path, environment.path, train(..., reward=), or the tests of reward.kind=code) is not "
-            f"the one that the run in {named} began with. Use the same again, choose another --workdir, or go on with "
-            "the new one: --config.checkpoint.accept_changed_reward=True."
-        )
+    functions = {
+        "reward": "reward (reward.path, environment.path, train(..., reward=), or the tests of reward.kind=code)",
+        "code": "file of collection.strategy, collection.selection or learning.loss",
+    }
+    for part, what in functions.items():
+        if ours[part] != saved.get(part, ours[part]) and not accept_reward:  # early checkpoints have no "code"
+            raise ValueError(
+                f"the {what} is not the one that the run in {named} began with. Use the same again, choose another "
+                "--workdir, or go on with the new one: --config.checkpoint.accept_changed_reward=True."
+            )

@@ -66,9 +66,16 @@ def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prom
     an empty program replaces the answer. `name` is the reward's (None: `checked_name`); "" checks nothing.
 
     Raises:
-      ValueError: the functions can't be loaded, or one raises, takes too long, or returns no number.
+      ValueError: the functions can't be loaded, or one raises, takes too long, or returns no number; or a built-in
+        reward, at most 1, is never above the threshold of a correct response, or always.
     """
     name, lines = checked_name(config) if name is None else name, []
+    threshold, own = config.reward.positive_threshold, config.environment.path or name not in ("", "reward.kind=code")
+    if not own and not 0 <= threshold < 1:
+        raise ValueError(
+            f"reward.positive_threshold is {threshold:g}, and rewards of reward.kind={config.reward.kind} are 0 to 1: "
+            f"{'none' if threshold > 0 else 'each'} would count as correct. Use at least 0 and less than 1."
+        )
     kind = "" if config.reward.path else config.reward.kind
     for prompt in prompts if name else ():
         response, of = prompt.answer, f"the reference answer {shown(prompt.answer)} of problem {prompt.id!r}"
@@ -126,6 +133,17 @@ def too_many_failed(
             f"{limit:g} (reward.max_failed).{first}{remedy}"
         )
     return f"{reward} could grade none of the {total:,} responses of {what}.{first}{remedy}"
+
+
+def none_above_threshold(config: Config, verdicts: Sequence[Verdict]) -> str:
+    """Returns a warning where rewards differ and none of them counts as correct; else ""."""
+    rewards = [verdict.reward for verdict in verdicts]
+    if not rewards or any(verdict.correct for verdict in verdicts) or min(rewards) == max(rewards):
+        return ""
+    return (
+        f"none of {len(rewards):,} responses counts as correct: rewards are {min(rewards):g} to {max(rewards):g}, and "
+        f"reward.positive_threshold is {config.reward.positive_threshold:g}. Lower it if some of them are correct."
+    )
 
 
 def training_remedy(config: Config) -> str:

@@ -14,6 +14,7 @@ from reinforce_ada_jax.distributed.compilation import Ready, always_ready
 from reinforce_ada_jax.distributed.signals import Interrupt, Stop
 from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.update import UpdateMetrics
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
@@ -33,7 +34,16 @@ if TYPE_CHECKING:
 
 
 class TrainingStopped(Exception):
-    """The run must not go on as it is; its state can be saved."""
+    """The run must not go on as it is; its state can be saved, unless an update took its arrays."""
+
+
+def check_weights(result: UpdateMetrics, update: str) -> None:
+    """Raises TrainingStopped where the weights after an update are not finite; it took those before it."""
+    if not result.weights_finite:
+        raise TrainingStopped(
+            f"{update}: the new weights are not finite, and are not saved. Lower learning.learning_rate or "
+            "learning.weight_decay, and begin in another --workdir."
+        )
 
 
 @runtime_checkable

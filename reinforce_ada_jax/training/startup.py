@@ -130,6 +130,7 @@ def start(
     processes.check_same("the configurations", config_lib.to_json(config))
     processes.check_same("the prompts", resume.prompts_hash(prompts))
     processes.check_same("the reward functions", resume.reward_hash(config, prompts))
+    processes.check_same("the files of strategy, selection and loss", resume.code_hash(config))
 
     # 2. The work directory.
     take_workdir(config, workdir, stack, copy)

@@ -37,7 +37,7 @@ from reinforce_ada_jax.training import resume, startup, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.records import holds_checkpoint
-from reinforce_ada_jax.training.run import Run, TrainingStopped
+from reinforce_ada_jax.training.run import Run, TrainingStopped, check_weights
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.workdir import check_not_evaluation
 from reinforce_ada_jax.types import Response
@@ -144,6 +144,7 @@ def supervised_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingS
             "update was not applied. Lower learning.learning_rate, or look for damaged rows."
         )
         return dataclasses.replace(state, learner=learner), stopped
+    check_weights(result, f"update {number}")
     schedule = make_schedule(run.config.learning, decay_updates(run.config))
     tokens = sum(len(row.tokens) for row in rows)
     metrics = {

@@ -43,8 +43,8 @@ def _opened(workdir: pathlib.Path, config: Config, iteration: int | None) -> Ite
         iteration = available[-1] if iteration is None else iteration
         if iteration not in available:
             raise ValueError(
-                f"{named} holds no finished checkpoint of iteration {iteration}; there are "
-                f"{', '.join(map(str, available))}."
+                f"{named} holds no finished checkpoint of iteration {iteration}; it has those of "
+                f"{', '.join(map(str, available))}. Name one of them."
             )
         yield checkpoints, iteration
 

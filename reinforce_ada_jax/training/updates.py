@@ -26,7 +26,7 @@ from reinforce_ada_jax.learning.learner import Learner, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, LogprobGap, gap_limits
 from reinforce_ada_jax.learning.update import ESTIMATES, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.training.run import Run, TrainingStopped
+from reinforce_ada_jax.training.run import Run, TrainingStopped, check_weights
 from reinforce_ada_jax.training.state import RunState
 
 
@@ -286,6 +286,7 @@ def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) ->
 
     Raises:
       Interrupted: the run was asked to end during the first update; or there is no time, and the state is lost.
+      TrainingStopped: the new weights are not finite, and the state is lost.
     """
     learner, in_a_row, iteration = state.learner, state.skipped_in_a_row, state.iteration + 1
     begin, results, stopped, gaps = time.monotonic(), [], None, {}
@@ -308,6 +309,7 @@ def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) ->
                 if stopped is not None:
                     break
             if result.finite:
+                check_weights(result, f"iteration {iteration}, update {number} of {len(minibatches)}")
                 results.append(result)
                 in_a_row = 0
                 continue
@@ -346,7 +348,7 @@ def update_means(results: Sequence[UpdateMetrics]) -> dict[str, float]:
     """
     metrics: dict[str, float] = {}
     for name in UpdateMetrics._fields:
-        if name not in ("finite", "gap"):
+        if name not in ("finite", "weights_finite", "gap"):
             exact = name not in ESTIMATES
             values = [getattr(result, name) for result in results if result.computed_share > 0 or exact]
             metrics[f"update/{name}"] = float(np.mean(values or [0.0]))

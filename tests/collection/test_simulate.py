@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 from types import SimpleNamespace
@@ -5,8 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.groups import balanced_group
-from reinforce_ada_jax.collection.simulate import run_strategy
+from reinforce_ada_jax.collection.simulate import check_own, run_strategy
+from reinforce_ada_jax.config import CollectionConfig
+from reinforce_ada_jax.types import Prompt
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "golden" / "reference" / "adaptive_rounds.jsonl"
 CASES = [json.loads(line) for line in REFERENCE.read_text().splitlines()]
@@ -43,6 +47,21 @@ def test_the_pool_is_the_script():
     np.testing.assert_array_equal(second.rewards, [0.0, 1.0])
     assert [first.rounds, second.rounds] == [2, 1]
     assert [response.draw for response in first.responses] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": lambda correct: []}, "keeps no response of a prompt, whether they are right, wrong or both"),
+        ({"next_draws": lambda progress: 8, "max_draws": None}, "without max_draws; the limit of this trial is 2000"),
+        ({"max_draws": 10**12, "max_kept": 2}, "max_kept is 2"),  # without an array of that many rewards
+    ],
+)
+def test_a_trial_of_a_users_strategy(changes, message):
+    mine = dataclasses.replace(strategies.fixed(8), **changes)
+    prompts = [Prompt(name, problem="", answer="", tokens=np.zeros(1, np.int32)) for name in "abc"]
+    with pytest.raises(ValueError, match=f"collection.strategy is 'mine.py:f'.*{message}"):
+        check_own(CollectionConfig(strategy="mine.py:f"), mine, prompts)
 
 
 def test_grpo_draws_its_group():

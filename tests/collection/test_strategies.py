@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 import sys
 from types import SimpleNamespace
 
@@ -591,6 +592,26 @@ def test_what_a_users_strategy_keeps_are_indices(kept, message):
     mine = dataclasses.replace(strategies.fixed(3), keep=lambda correct: kept, max_kept=2)
     with pytest.raises(ValueError, match=message):
         keep_draws(mine, np.zeros(3, bool))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("extra_batches", -1, "extra_batches of a Strategy is -1; it must be a whole number of at least 0."),
+        ("max_draws", 0, "max_draws of a Strategy is 0; it must be a whole number of at least 1, or None."),
+        ("max_age", -1, "max_age of a Strategy is -1; it must be a whole number of at least 0, or None."),
+    ],
+)
+def test_fields_that_are_out_of_range(field, value, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(strategies.fixed(3), **{field: value})
+
+
+@pytest.mark.parametrize("probability", [2.0, -0.1, np.nan])
+def test_what_a_users_strategy_goes_on_with_is_a_probability(probability):
+    more = {"next_draws": lambda progress: 1, "continue_probability": lambda progress: probability}
+    with pytest.raises(ValueError, match=r"continue_probability of the strategy is .* after 1 rounds .* in \[0, 1\]"):
+        strategies.next_round(dataclasses.replace(strategies.fixed(3), **more), progress(1, 2, 0), seed=0, iteration=1)
 
 
 def test_a_users_strategy_may_keep_and_plan_lists():

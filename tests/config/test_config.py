@@ -84,7 +84,7 @@ POSITIVE = """
         ("judge.range", (0.0, math.nan), "must be finite numbers"),
         ("reward.completions", "messages", "must be one of auto, text, chat"),
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
-        ("collection.group_size", 1, "at least 2: a group of one has no baseline"),
+        ("collection.group_size", 1, r"at least 2 \(a group of one has no baseline"),
         ("collection.overlap_iterations", 2, "it must be 0 or 1"),
         ("learning.attention", "pallas_tpu", "one of auto, jnp, blocks, splash, cudnn"),
         ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
@@ -108,10 +108,24 @@ def test_a_value_out_of_range_is_named_with_what_it_must_be(key, value, message)
         config_lib.check(changed(**{key: value}))
 
 
+WHOLE_NUMBERS = [key for key, field in config_lib.settings() if str(field.type) in (str(int), "int | None")]
+
+
+@pytest.mark.parametrize("key", WHOLE_NUMBERS)
+def test_every_whole_number_has_a_largest_value(key):
+    # 10^12 is beyond 32 bits, in which devices count; loops over that many draws or devices would not end.
+    with pytest.raises(ValueError, match=rf"{key}\b.* {10**12}\b.*(at most|below|0 or 1)"):
+        config_lib.check(changed(**{key: 10**12}))
+
+
+@pytest.mark.parametrize("key", ["learning.learning_rate", "reward.time_limit_s"])
+def test_a_number_that_float32_or_a_clock_cannot_hold(key):
+    with pytest.raises(ValueError, match=rf"{key} is 1e\+300; it must be above 0 and finite, at most 1"):
+        config_lib.check(changed(**{key: 1e300}))
+
+
 def test_every_number_has_a_range():
-    elsewhere = {
-        "collection.k_pos", "collection.k_neg", "collection.max_draws",
-    }  # fmt: skip
+    elsewhere = {"collection.k_pos", "collection.k_neg"}
     numbers = {
         key for key, field in config_lib.settings()
         if str(field.type).partition(" ")[0] in ("int", "float", "<class") and field.type is not bool
@@ -192,7 +206,7 @@ COLLECTION_MISTAKES = [
     ({"baseline": "mean"}, "collection.baseline is 'mean'; it must be one of group, pool, leave_one_out, anchored"),
     ({"objective": "exp"}, "collection.objective is 'exp'; it must be one of identity, log, power"),
     ({"allocation": "even"}, "collection.allocation is 'even'; it must be one of hybrid, sampling, variance"),
-    ({"group_size": 1}, "group_size is 1; it must be at least 2: a group of one has no baseline"),
+    ({"group_size": 1}, r"group_size is 1; it must be at least 2 \(a group of one has no baseline"),
     # 20 + 13 of at most 4 * 8 = 32 draws; 20 + 12 can be met.
     (
         {"k_pos": 20, "k_neg": 13},

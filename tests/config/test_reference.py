@@ -22,7 +22,7 @@ def test_help_of_one_section():
         "--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.mesh.context=1", "--config.mesh.tensor=1",
         "--config.mesh.sampler=0",
     ]  # fmt: skip
-    assert "Must be at least 1." in text
+    assert "Must be at least 1 and at most 65,536." in text
     with pytest.raises(ValueError, match="no section 'mash'; sections are run, model, data, reward"):
         reference.help_text("mash")
 

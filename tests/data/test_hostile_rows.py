@@ -36,6 +36,9 @@ def write(folder, *rows):
         ('{"id": "b", "problem": "p", "answer": "q", "note": ' + "[" * 500 + "]" * 500 + "}", "more than 64 objects"),
         ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
         (GOOD | {"id": LONG}, r"id has 5,000,000 characters; it must have 1 to 1,024"),
+        (GOOD | {"id": "b\nc"}, r"id is 'b\\nc'; it must be one line"),
+        ('{"id": "b", "problem": "p", "problem": "q", "answer": "1"}', "the key 'problem' comes twice"),
+        ({}, r"among its columns \(it has none\). Name the column"),
         (GOOD | {"id": "b", "answer": [LONG] * 2}, r"answer is \['xxx"),
         (GOOD | {"id": "b", "problem": {LONG: LONG}}, r"problem is {'xxx"),
         (GOOD | {"id": "b", "pass_rate": LONG}, r"pass_rate is 'xxx"),
@@ -71,6 +74,19 @@ def test_a_damaged_archive(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name}, after line \d+: not valid gzip .*Copy the file again"):
             load_problems(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf16_is_named(tmp_path, encoding):
+    text = json.dumps(GOOD) if encoding == "utf-16" else "\ufeff" + json.dumps(GOOD)
+    (tmp_path / "a.jsonl").write_text(text, encoding)
+    with pytest.raises(ValueError, match=r"a\.jsonl is UTF-16. Save it as UTF-8\."):
+        load_problems(str(tmp_path / "a.jsonl"))
+
+
+def test_an_empty_folder_needs_no_library_to_be_refused(tmp_path):
+    with pytest.raises(ValueError, match="is an empty folder: name a JSONL or Parquet file"):
+        load_problems(str(tmp_path))
 
 
 def test_an_array_is_no_file_of_lines(tmp_path):

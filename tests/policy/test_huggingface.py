@@ -97,13 +97,18 @@ def test_other_dtypes_are_written_read_and_cast(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "strange"), [(jnp.float32, jnp.nan), (jnp.bfloat16, -jnp.inf)])
-def test_a_weight_that_is_not_finite_is_named(tmp_path, dtype, strange):
+def test_a_weight_that_is_not_finite_is_named(tmp_path, monkeypatch, dtype, strange):
     architecture, params, _ = recording.golden("qwen2")
     params = jax.tree.map(lambda x: x, params)  # other tests have it
     down = params["layers"]["mlp"]["down"]
     params["layers"]["mlp"]["down"] = down.at[1, 2, 3].set(strange)
-    huggingface.save(tmp_path / "saved", architecture, params, dtype=dtype)
     name = "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(ValueError, match=f"nothing is exported: 1 of the .* of {name} are NaN.* earlier checkpoint"):
+        huggingface.save(tmp_path / "saved", architecture, params, dtype=dtype)
+    assert not any(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_files, "check_finite", lambda *_: None)
+        huggingface.save(tmp_path / "saved", architecture, params, dtype=dtype)
     with pytest.raises(
         ValueError, match=f"saved: 1 of the {down[0].size:,} values of {name} are NaN or infinite. Fetch"
     ):

@@ -277,7 +277,8 @@ def test_the_id_of_a_run(ours):
 
 def test_records_of_another_configuration_are_refused(learner):
     """The hash of the settings shows it if config.json was lost."""
-    config, identity = learner[1], {"architecture": {}, "base": None, "prompts": "", "reference": None, "reward": None}
+    config, identity = learner[1], {"architecture": {}, "base": None, "prompts": "", "reference": None}
+    identity |= {"reward": None, "code": ""}
     longer = dataclasses.replace(config, iterations=10**6)
     other = dataclasses.replace(config, seed=1)
     now, then, changed = (identity | {"config": resume.identity_hash(each)} for each in (config, longer, other))

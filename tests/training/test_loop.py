@@ -22,7 +22,7 @@ from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import loop, startup
+from reinforce_ada_jax.training import loop, resume, startup
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.run import TrainingStopped
@@ -99,14 +99,16 @@ def test_a_fault_costs_nothing_that_is_finished(tmp_path, error, donated):
             jax.tree.map(lambda x: x.delete(), state.learner)
         raise error
 
+    workdir = tmp_path / "my run"
     if isinstance(error, CannotStart) and not donated:
-        outcome, _ = run(tmp_path, fail_at_4)
+        outcome, _ = run(workdir, fail_at_4)
         assert outcome.ending is Ending.STOPPED
         assert "mine.py:grade: NameError Iteration 3 is saved. python -m" in outcome.message
+        assert f"--workdir='{workdir}' goes on" in outcome.message  # a shell takes it as one word
     else:
         with pytest.raises(type(error)):
-            run(tmp_path, fail_at_4)
-    iterations = sorted(int(folder.name) for folder in (tmp_path / "checkpoints").iterdir())
+            run(workdir, fail_at_4)
+    iterations = sorted(int(folder.name) for folder in (workdir / "checkpoints").iterdir())
     assert iterations == ([] if donated else [3])
 
 
@@ -125,6 +127,18 @@ def test_a_model_that_draws_nan_stops_the_run(tmp_path, monkeypatch):
     assert outcome.ending is Ending.STOPPED and outcome.state.iteration == 0
     assert "iteration 1: 8 of 8 tokens of a response to problem '" in outcome.message
     assert "in float32, are NaN or infinite" in outcome.message and not writers.read_metrics(tmp_path)
+
+
+def test_weights_that_overflow_are_no_result(tmp_path, monkeypatch):
+    # The gradient is finite, and the only step, 100 * (3e38 w), is not: without a check the run ends as finished.
+    compiles_nothing_early(monkeypatch)
+    changes = {"iterations": 1, "evaluation.every": 0, "logging.trackers": "", "collection.prompts_per_iteration": 4}
+    changes |= {"learning.prompts_per_update": 4, "sampling.slots": 16, "learning.warmup_updates": 0}
+    outcome = train_here(tiny(**changes, **{"learning.learning_rate": 100, "learning.weight_decay": 3e38}), tmp_path)
+    assert outcome.ending is Ending.STOPPED
+    assert "iteration 1, update 1 of 1: the new weights are not finite, and are not saved. Lower" in outcome.message
+    assert "No checkpoint was finished yet" in outcome.message and not writers.read_metrics(tmp_path)
+    assert not any((tmp_path / "checkpoints").iterdir())
 
 
 def test_one_iteration_is_traced(tmp_path):
@@ -297,7 +311,7 @@ def test_processes_compare_what_they_have_read(tmp_path, monkeypatch):
 
         def check_same(what, text):
             texts[what] = text
-            if len(texts) == 3:
+            if len(texts) == 4:
                 raise Compared
 
         monkeypatch.setattr(startup.processes, "check_same", check_same)
@@ -312,6 +326,24 @@ def test_processes_compare_what_they_have_read(tmp_path, monkeypatch):
     ours, theirs, others = compared({}, "1.0"), compared({"answer": "?"}, "1.0"), compared({}, "0.0")
     assert {what for what in ours if ours[what] != theirs[what]} == {"the prompts"}
     assert {what for what in ours if ours[what] != others[what]} == {"the reward functions"}
+
+
+@pytest.mark.parametrize("setting", ["collection.strategy", "collection.selection", "learning.loss"])
+def test_a_changed_file_of_the_users_is_refused_as_a_changed_reward_is(tmp_path, setting):
+    file = tmp_path / "mine.py"
+
+    def identity(text: str) -> dict:
+        file.write_text(text)
+        same = {"config": "c", "architecture": {}, "prompts": "a", "reward": "1", "base": None, "reference": None}
+        return same | {"code": resume.code_hash(tiny(**{setting: f"{file}:mine"}))}
+
+    then, now = identity("mine = 1"), identity("mine = 2")
+    resume.check(tmp_path, tmp_path, identity("mine = 1"), then)
+    with pytest.raises(ValueError, match="file of collection.strategy, .* is not the one that .*accept_changed_reward"):
+        resume.check(tmp_path, tmp_path, now, then)
+    resume.check(tmp_path, tmp_path, now, then, accept_reward=True)
+    del then["code"]  # of an earlier version
+    resume.check(tmp_path, tmp_path, now, then)
 
 
 def test_a_strategy_of_the_users_is_built_once(tmp_path, monkeypatch):

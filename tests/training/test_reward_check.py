@@ -131,8 +131,30 @@ def test_a_problem_without_tests_is_named(tmp_path):
         components_lib.load_problems(str(file), config)
 
 
+@pytest.mark.parametrize(("threshold", "which"), [(5.0, "none"), (1.0, "none"), (-0.1, "each")])
+def test_a_threshold_that_tells_no_built_in_rewards_apart(threshold, which):
+    config = tiny(**{"reward.positive_threshold": threshold})
+    pool = components_lib.verifier_pool(config)
+    with pytest.raises(
+        ValueError, match=f"positive_threshold is {threshold:g}, and .* are 0 to 1: {which} would count"
+    ):
+        reward_check.check_reward(config, pool, [])
+    assert reward_check.check_reward(config, pool, [], "reward") == ""  # a function's rewards may have any size
+
+
+def test_rewards_that_are_all_below_the_threshold_are_said():
+    config = tiny(**{"reward.positive_threshold": 5.0})
+
+    def said(*rewards):
+        return reward_check.none_above_threshold(config, [Verdict(reward > 5, float(reward)) for reward in rewards])
+
+    assert said(0, 0) == said(0, 6) == said() == ""
+    assert said(0, 1, 4).startswith("none of 3 responses counts as correct: rewards are 0 to 4, and ")
+
+
 def test_another_reward_file_is_refused_unless_it_is_accepted(tmp_path):
     ours = {"config": "c", "architecture": {}, "prompts": "a", "reward": "1", "base": None, "reference": None}
+    ours |= {"code": ""}
     resume.check(tmp_path, tmp_path, ours, ours)
     with pytest.raises(ValueError, match=r"the reward \(.* is not the one .*checkpoint.accept_changed_reward"):
         resume.check(tmp_path, tmp_path, ours, ours | {"reward": "2"})

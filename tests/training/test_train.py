@@ -423,12 +423,13 @@ def test_a_second_training_in_the_same_directory_is_refused(refused, unbroken, t
 
 def test_what_a_run_must_find_as_it_was(tmp_path):
     ours = {"config": "c", "architecture": {"num_layers": 2}, "prompts": "a", "base": None, "reference": "b"}
-    ours |= {"reward": None}
+    ours |= {"reward": None, "code": ""}
     resume.check(tmp_path, tmp_path, ours, ours | {"iteration": 3})
     parts = {
         "prompts": r"prompts of data.prompts, or their tokens \(.*\) are not those",
         "reference": "weights of model.path are not those",
         "reward": r"reward \(reward.path, .* is not the one",
+        "code": "file of collection.strategy, collection.selection or learning.loss is not the one",
     }
     for part, differs in parts.items():
         with pytest.raises(ValueError, match=f"the {differs} that the run in .* began with"):
@@ -486,7 +487,10 @@ def test_export_is_the_checkpoint(unbroken, exported, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("iteration", "name", "message"),
-    [(7, "new", "no finished checkpoint of iteration 7; there are 5, 8"), (None, "model", "not an empty folder")],
+    [
+        (7, "new", "no finished checkpoint of iteration 7; it has those of 5, 8. Name"),
+        (None, "model", "not an empty folder"),
+    ],
 )
 def test_export_refuses(unbroken, exported, capsys, iteration, name, message):
     with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):

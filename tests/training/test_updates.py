@@ -87,10 +87,11 @@ class ScriptedLearner(Learner):
         gap = None if batch.old_logprobs is not None else self.gap
         finite = next(self.finite) and (gap is None or not gap.num_not_finite)
         loss = np.float32(state.updates) if finite else np.float32(np.nan)
-        numbers = dict.fromkeys(UpdateMetrics._fields, loss) | {"computed_share": np.float32(1)}
+        numbers = dict.fromkeys(UpdateMetrics._fields, loss) | {"computed_share": np.float32(1), "gap": gap}
+        numbers |= {"finite": np.bool(finite), "weights_finite": np.bool(True)}
         self.versions.append(policy_version)
         made = finite and (gap is None or gap.largest < 1e-3)
-        return after(state.updates + made), UpdateMetrics(**numbers | {"finite": np.bool(finite), "gap": gap})
+        return after(state.updates + made), UpdateMetrics(**numbers)
 
 
 def make_run(config, learner, workdir, strategy=None, stop=None):
