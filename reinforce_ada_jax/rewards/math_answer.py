@@ -46,10 +46,20 @@ _CHOICE = re.compile(
     r"\\(?:text|textbf|mathrm|mathbf)\{\s*\(([A-J])\)\s*\}(?:\\?[ ~]|\\q?quad(?![A-Za-z]))*"
     r"(?=\d|\.\d|\\d?frac|\\sqrt|\\pi|\$)"
 )
+_TEXT = r"\\(?:text|textrm|textbf|textit|mathrm|mbox)\s*\{"
+_WORDS = re.compile(rf"(?:{_TEXT})?\s*([A-Za-z]{{4,}}(?:[ -][A-Za-z]+)*)\s*\}}?")
+# A unit in upright letters whose symbols mean one thing; `\text{hr}` beside `\text{h}` says nothing.
+_UNIT = re.compile(rf"{_TEXT}\s*((?:[kcmn]?[mgs]|min|h|[km]?[NJWV]|[kM]?Hz)(?:/(?:[km]?m|k?g|m?s|min|h))?)\s*\}}")
+_RELATION = re.compile(r"[\s${]*(?:[<>≤≥≠]|\\(?:[gl]eq?|[gl]eqslant|neq?|not|[gl]t|to)(?![A-Za-z]))")
+# `\text{12 apples}`: a number and what it counts; `5^{\text{th}}`; currencies.
+_COUNTED = re.compile(rf"{_TEXT}\s*(\d[\d.,]*)\s+([A-Za-z][A-Za-z ]*)\}}")
+_ORDINAL = re.compile(rf"(?<=\d)\s*\^\s*(?:\{{\s*)?{_TEXT}\s*(?:st|nd|rd|th)\s*\}}(?:\s*\}})?")
+_CURRENCY = re.compile(r"[€£¥]\s*(?=\d)|(?<=\d)\s*[€£¥]")
 # Replacements for letters of constants; the index keeps the old letter, so that different names stay different.
 _FREE_LETTERS = {"E": r"\zeta", "e": r"\eta", "I": r"\xi"}
 _DECIMAL = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?\.\d+")
 _ASSIGNED_TO = re.compile(r"\\?[A-Za-z]\w*\s*(?:=|\\approx|≈)")
+_PLAIN = re.compile(r"[^<>=≤≥≠\[\]()]*")  # neither a relation nor an interval
 _NUMBERS_ONLY = re.compile(r"(?:[-+\d.,;()\[\]{}$\s]|\\[{},; ]|\\(?:left|right|cup|infty)(?![A-Za-z]))*")
 
 
@@ -115,6 +125,17 @@ def _halves_of_day(text: str) -> set[str]:
     return {match[1].lower() for match in _HALF_OF_DAY.finditer(text)}
 
 
+def _units(text: str) -> set[str]:
+    """Returns the units in a text, as far as their symbols are well known."""
+    return {match[1] for match in _UNIT.finditer(text)}
+
+
+def _words(text: str) -> str | None:
+    """Returns an answer that is words alone, in lower case; None for any other."""
+    found = _WORDS.fullmatch(_ENDING.sub("", text.strip()).strip("$"))
+    return found[1].lower() if found else None
+
+
 def normalized(text: str) -> str:
     r"""Returns `text` in a form that Math-Verify reads correctly; each rule fixes a general misreading.
 
@@ -124,10 +145,12 @@ def normalized(text: str) -> str:
     - Digits in groups of three are one number: `12\,345` and `12 345` are 12345.
     - `3e5` is 3 * 10^5, `90°` is `90^\circ`, `0.1\overline{6}` is 15/90, `\mathrm{e}` is e, and a tie is a space.
     - The empty set has one name, `\emptyset`.
+    - `\text{12 apples}` is 12, `5^{\text{th}}` and `€5` are 5.
     - A letter with an index is a variable: `E_{1}` has nothing to do with Euler's number, nor `I_{0}` with the
       imaginary unit. Math-Verify drops such indices, or stops at the letter: `\frac{2}{3} E_{1}` is 2/3 to it.
     """
     text = _ENDING.sub("", text.strip())
+    text = _CURRENCY.sub("", _ORDINAL.sub("", _COUNTED.sub(r"\1\\text{ \2}", text)))
     text = _DIGIT_GROUPS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = _REPEATING.sub(_as_fraction, _UPRIGHT_CONSTANT.sub(_slanted, text.replace("~", r"\ ")))
     text = re.sub(r"\\varnothing(?![A-Za-z])", r"\\emptyset", text)
@@ -197,10 +220,19 @@ def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
 
 
 def _readings(text: str, other: str) -> list[str]:
-    """Returns the text, and the value behind the letter of a choice that begins it, if `other` has no other letter."""
+    r"""Returns the text, and what else it says.
+
+    That is the value behind the letter of a choice that begins it, if `other` has no other letter; and with one `\pm`
+    the two values.
+    """
     text, letter = text.strip(), _CHOICE.match(other.strip())
-    label = _CHOICE.match(text)
-    return [text, text[label.end() :]] if label and (not letter or letter[1] == label[1]) else [text]
+    label, found = _CHOICE.match(text), [text]
+    if label and (not letter or letter[1] == label[1]):
+        found.append(text[label.end() :])
+    before, sign, after = text.partition(r"\pm")
+    if sign and before.strip() and not after.startswith(r"\pm") and not re.search(r"\\pm|\\mp|[,=]", before + after):
+        found.append(f"{before}+{after}, {before}-{after}")
+    return found
 
 
 def grade(response: str, answer: str) -> Verdict:
@@ -208,7 +240,8 @@ def grade(response: str, answer: str) -> Verdict:
 
     The gold is parsed as LaTeX and the prediction as an expression or LaTeX; `x \in [1, 2]` equals `1 \le x \le 2`. The
     letter of a choice may precede a value: `\textbf{(C)}\ 5` is also 5. Numerals of other bases differ: `11_2` is not
-    `11_3`, but 11 is either. So do times before and after noon.
+    `11_3`, but 11 is either. So do times before and after noon, and units. `\ge 5` is not 5. Words of four letters and
+    more are compared as text without case, and shorter ones as products: `east` is not `seat`, and `ab` is `ba`.
 
     Args:
       response: the text of a response.
@@ -223,10 +256,14 @@ def grade(response: str, answer: str) -> Verdict:
         return Verdict(False, 0.0, "no_answer")
     if len(boxed.strip()) > MAX_BOXED_LENGTH:
         return Verdict(False, 0.0, "too_long")
-    for marks in (_bases, _halves_of_day):  # Math-Verify drops them
-        ours, theirs = marks(boxed), marks(answer)
-        if ours and theirs and ours.isdisjoint(theirs):
-            return Verdict(False, 0.0)
+    words, wanted = _words(boxed), _words(answer)
+    if words and wanted:
+        return Verdict(words == wanted, float(words == wanted))
+    # Math-Verify drops these: a relation before a number, and marks of both.
+    marks = [(marks(boxed), marks(answer)) for marks in (_bases, _halves_of_day, _units)]
+    differ = any(ours and theirs and ours.isdisjoint(theirs) for ours, theirs in marks)
+    if differ or (_RELATION.match(boxed) and _PLAIN.fullmatch(answer)):
+        return Verdict(False, 0.0)
     decimals = _decimals(normalized(boxed), normalized(answer))
     # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
     try:

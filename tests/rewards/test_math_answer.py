@@ -203,6 +203,36 @@ REPAIRED = [
 ]
 
 
+REPAIRED += [
+    # Words are text.
+    ("circle", r"\text{circle}", True), (r"\text{Circle}", "circle", True), (r"\textbf{circle}", "circles", False),
+    ("east", "seat", False), (r"\text{east}", "seat", False),
+    ("even number", r"\text{Even number}", True),
+    ("ab", "ba", True), ("xyz", "zyx", True), ("2abxy", "2yxba", True),
+    # Relations are not numbers.
+    ("5", r"\ge 5", False), ("5", r"\geq 5", False), ("5", r"\neq 5", False), ("5", "> 5", False),
+    ("5", r"\to 5", False),
+    ("5", r"x = 5", True), (r"x \ge 5", r"x \geq 5", True), ("x > 5", r"(5, \infty)", True),
+    # Units that both name.
+    (r"5\text{ m}", r"5\text{ km}", False), (r"5\text{ km}", r"5\text{ km}", True),
+    (r"5\text{ km}", r"6\text{ km}", False),
+    (r"5\text{ km}", "5", True), ("5", r"5\text{ km}", True), (r"5\text{ h}", r"5\text{ hr}", True),
+    (r"5\mathrm{ m/s}", r"5\text{ km/h}", False), (r"5\text{ cm}", r"5 \mathrm{cm}", True),
+    # Two values.
+    (r"\frac{1 \pm \sqrt5}{2}", r"\frac{1\pm\sqrt{5}}{2}", True),
+    (r"\frac{1 \pm \sqrt5}{2}", r"\frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}", True),
+    (r"\frac{1 \pm \sqrt5}{2}", r"\frac{1-\sqrt5}{2}, \frac{1+\sqrt5}{2}", True),
+    (r"\frac{1-\sqrt5}{2}, \frac{1+\sqrt5}{2}", r"\frac{1 \pm \sqrt5}{2}", True),
+    (r"\frac{1 \pm \sqrt5}{2}", r"\frac{1+\sqrt5}{2}", False), (r"3 \pm \sqrt{2}", r"3 \pm \sqrt{3}", False),
+    (r"\frac{1+\sqrt5}{2}", r"\frac{1 \pm \sqrt5}{2}", False), (r"3 \pm 2", r"5, 1", True),
+    (r"3 \pm 2", r"5, 2", False),
+    # Numbers in text, ordinals, currencies.
+    ("12", r"\text{12 apples}", True), ("12", r"\text{13 apples}", False), ("5", r"\text{5 cm}", True),
+    (r"6\text{ cm}", r"\text{5 cm}", False), ("5", r"5^{\text{th}}", True), ("5", r"6^{\text{th}}", False),
+    ("5", "€5", True), ("5", "€6", False), ("5", "5 €", True),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("answer", "boxed", "equal"), REPAIRED)
 def test_what_is_put_into_other_words(answer, boxed, equal):
     assert grade(rf"\boxed{{{boxed}}}", answer).correct == equal
