@@ -113,7 +113,7 @@ def whole(least: int, most: int, *, optional: bool = False, why: str = "") -> Al
     return Allowed(text, lambda value: optional if value is None else least <= value <= most)
 
 
-# Every number has a largest value: above what a run can use, and below sizes of arrays that overflow in 32 bits.
+# Every whole number has a largest value: above what a run can use, and below sizes of arrays that overflow in 32 bits.
 AT_LEAST_1, NOT_NEGATIVE = whole(1, 10**9), whole(0, 10**9)
 TOKENS, TOKENS_OR_0 = whole(1, 2**20), whole(0, 2**20)
 DRAWS, DRAWS_OR_NONE = whole(1, 4_096), whole(0, 4_096**2, optional=True)  # of a round; also rounds
@@ -145,8 +145,8 @@ def _are_functions(text: str) -> bool:
 
 
 USER_FUNCTIONS = Allowed(
-    "have the form file.py:function or file.py:function=WEIGHT (several with commas between them; names of files have "
-    "none), or be empty",
+    "have the form file.py:function or file.py:function=WEIGHT (several with commas between them, so no file's name "
+    "has one), or be empty",
     _are_functions,
 )
 ENVIRONMENT = Allowed(
