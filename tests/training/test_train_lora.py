@@ -198,11 +198,10 @@ def test_in_bfloat16_the_gap_is_that_of_a_run_of_all_weights(tmp_path):
     for rank in (0, 4):
         train_once(tiny(**settings, **{"lora.rank": rank}), tmp_path / str(rank))
         found.append([line["update/logprob_gap"] for line in writers.read_metrics(tmp_path / str(rank))])
-    whole, adapters = found
-    assert adapters[0] == whole[0]  # the adapters change nothing yet
-    # Later the runs draw other tokens. Of seeds 0, 1, 2: 1.6, 3.0, 2.4e-4 with all weights, 2.6, 2.6, 2.4e-4 with
-    # adapters; with adapters that are merged into bfloat16 20, 20, 17e-4.
-    assert np.mean(adapters[1:]) < 2 * np.mean(whole[1:])
+    # Engine and learner round the same numbers. Largest of three iterations, seeds 0, 1, 2: 1e-9, 8e-10, 9e-6 with all
+    # weights, and 4e-7, 2e-7, 1e-6 with adapters. With adapters in bfloat16 in the engine alone it is 5e-5, and where
+    # they are merged into bfloat16 weights 2e-3.
+    assert max(map(max, found)) < 1e-5
 
 
 def test_without_a_rank_there_is_no_base(tmp_path, begin, capsys):
