@@ -280,20 +280,18 @@ def test_the_sampler_s_log_probabilities_change_by_what_the_policy_s_do(weight_d
 def test_of_a_base_that_is_laid_out_for_decoding_the_adapters_alone_are_copied():
     mesh = mesh_lib.make_mesh(tensor=2)
     engine, policy = tiny_engine(mesh, dtype="bfloat16", adapters=ALL), small_policy(mesh)
-    rollouts = Rollouts(engine)
-    base, adapters = lora.split(policy)
+    rollouts, (base, adapters) = Rollouts(engine), lora.split(policy)
+    # In float32, the type of activations on a CPU, nothing is copied: the learner computes with the same arrays.
+    assert rollouts.decode_weights(policy) is policy and not rollouts.reshard.bytes
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), adapters)
+    policy = lora.adapted(base, narrow, ALL)
     weights = rollouts.decode_weights(policy)
     decoded_base, decoded = lora.split(weights)
     assert pointers(decoded_base) == pointers(base)
-    # In float32, the type of activations on a CPU, as the learner computes with them.
-    jax.tree.map(np.testing.assert_array_equal, decoded, adapters)
-    assert rollouts.reshard.bytes == mesh_lib.shard_bytes(decoded) == mesh_lib.shard_bytes(adapters)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.float32)), decoded, narrow)
+    assert rollouts.reshard.bytes == mesh_lib.shard_bytes(decoded) == 2 * mesh_lib.shard_bytes(narrow)
     copied = engine.abstract_copy(policy)
     assert [x.shape for x in jax.tree.leaves(copied)] == [x.shape for x in jax.tree.leaves(decoded)]
-    # The learner scores with the same numbers.
-    tokens = jnp.arange(3, 19)[None]
-    scored = [transformer.logits(tiny.ARCHITECTURE, params, tokens, jnp.bfloat16) for params in (weights, policy)]
-    np.testing.assert_array_equal(*scored)
     assert engine.decode_weights(weights) is weights
 
 
