@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ from tests import compiling, forked, typechecking
 
 # A shell has what it starts in the background ignore SIGINT, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Without bytecode each process that a test starts compiles the package again, and pytest rewrites all tests: 10 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks huggingface.co

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -14,13 +15,16 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
 from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.supervised import SupervisedLearner
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.sampling import engine, programs
-from reinforce_ada_jax.training import startup
+from reinforce_ada_jax.training import startup, supervised
 from tests import running
 
-NOT_OF_A_LEARNER = ("iterations", "checkpoint", "evaluation", "logging")
+NOT_OF_A_LEARNER = (
+    "iterations", "checkpoint", "code", "environment", "estimator", "evaluation", "judge", "logging", "reward", "sft",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -43,12 +47,13 @@ def shared_programs() -> Iterator[None]:
             made[options, same] = dataclasses.replace(shared, init_state=own.init_state)
         return made[options, same]
 
-    def learner(architecture: Architecture, config: Config, mesh: Mesh) -> Learner:
+    def one_of(kind: type[Learner], architecture: Architecture, config: Config, mesh: Mesh, **more: Any) -> Learner:
         settings = json.loads(config_lib.to_json(config))
-        text = json.dumps({name: value for name, value in settings.items() if name not in NOT_OF_A_LEARNER})
-        key = architecture, text, mesh
+        settings = {name: value for name, value in settings.items() if name not in NOT_OF_A_LEARNER}
+        settings["data"] = settings["data"]["max_prompt_tokens"]
+        key = kind, architecture, json.dumps([settings, more]), mesh
         if key not in made:
-            made[key] = Learner(architecture, config, mesh)
+            made[key] = kind(architecture, config, mesh, **more)
         return made[key]
 
     def of_adapters(learner: AdapterLearner, chosen: Lora) -> Any:
@@ -62,5 +67,6 @@ def shared_programs() -> Iterator[None]:
         patch.setattr(engine, "make_programs", make_programs)
         patch.setattr(AdapterLearner, "_make_programs", of_adapters)
         for module in (startup, running):
-            patch.setattr(module, "Learner", learner)
+            patch.setattr(module, "Learner", functools.partial(one_of, Learner))
+        patch.setattr(supervised, "SupervisedLearner", functools.partial(one_of, SupervisedLearner))
         yield

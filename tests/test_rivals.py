@@ -20,10 +20,18 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
+from tests import sharing
 from tests.running import ROOT, cipher_file, load, reproducible, tiny, train
 from tests.scripted_rng import ScriptedRng
 
 RIVALS = ROOT / "examples" / "rivals"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared():
+    """The runs differ in their rules, not in their programs."""
+    with sharing.shared_programs():
+        yield
 
 
 def prompts_of(*pass_rates):
@@ -230,7 +238,7 @@ def test_what_a_selection_tells_the_strategy_outlives_a_kill(tmp_path, monkeypat
             "iterations": 3, "checkpoint.every": 2, "evaluation.every": 0, "logging.trackers": "",
             "data.prompts": cipher_file(tmp_path / "prompts.jsonl", 8), "collection.prompts_per_iteration": 8,
             "learning.prompts_per_update": 8, "collection.samples_per_round": 3, "collection.max_rounds": 1,
-            "sampling.slots": 32,
+            "sampling.slots": 16,
         },
     )  # fmt: skip
     with monkeypatch.context() as patch:

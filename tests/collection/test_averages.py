@@ -46,11 +46,12 @@ def test_squares_and_repeats_by_hand():
 @pytest.mark.parametrize("right", [[0.3], [0.2, 0.1], [0.1, 0.1, 0.1]])
 def test_the_noise_of_successes_is_that_beyond_their_mean(right):
     # Single draws until the first success, many prompts. Correct responses have these probabilities, p = 0.3.
-    rng, pools = np.random.default_rng(3), []
+    numbers = iter(np.random.default_rng(3).choice(len(right) + 1, 100_000, p=[*right, 0.7]).tolist())
+    pools = []
     for _ in range(20_000):
         draws = []
         while not (draws and draws[-1][0]):
-            number = rng.choice(len(right) + 1, p=[*right, 0.7])
+            number = next(numbers)
             draws.append((number < len(right), [right[number] if number < len(right) else 0.7]))
         pools.append(pool(draws, (1,) * len(draws)))
     noise = Averages().after(score_squares(pools)).score_noise()
