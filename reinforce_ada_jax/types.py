@@ -7,7 +7,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 
     P prompts    B rows (responses in a batch)    T tokens    S slots    L layers
     D model      F feed-forward    N query heads    K key/value heads    H head dim    V vocabulary
-    E experts    X width of an expert
+    E experts    X width of an expert    Y columns of gate and up, 2 X
 """
 
 import dataclasses

@@ -95,12 +95,17 @@ def describe_dtype(dtype: DTypeLike, name: str, num_parameters: int) -> str:
     return f"bfloat16 in products, float32 elsewhere{warning}"
 
 
+def special_attention(architecture: Architecture) -> str:
+    """Returns what a model's attention has that cuDNN's kernels lack; empty if nothing."""
+    return "sinks of attention" if architecture.attention_sinks else "sliding windows" * bool(architecture.window)
+
+
 def of_mesh(mesh: Mesh, learning: LearningConfig, architecture: Architecture, dtype: DTypeLike) -> Platform:
     """Chooses implementations for the devices of a mesh, as `resolve` does."""
     device = mesh.devices.flat[0]
     return resolve(
         device.platform, learning, hidden_size=architecture.hidden_size, head_dim=architecture.head_dim, dtype=dtype,
-        window=architecture.window, capability=str(getattr(device, "compute_capability", "")),
+        special=special_attention(architecture), capability=str(getattr(device, "compute_capability", "")),
         context=mesh.shape["context"],
     )  # fmt: skip
 
@@ -134,14 +139,14 @@ def resolve(
     hidden_size: int,
     head_dim: int,
     dtype: DTypeLike,
-    window: int = 0,
+    special: str = "",
     capability: str = "",
     context: int = 1,
 ) -> Platform:
     """Chooses implementations for the platform `name` ("cpu", "gpu", "tpu"), as far as the settings leave it open.
 
-    `dtype` is that of activations, `window` that of sliding layers, `capability` the `compute_capability` of a GPU,
-    `context` the number of parts of a row.
+    `dtype` is that of activations, `special` is of `special_attention`, `capability` the
+    `compute_capability` of a GPU, `context` the number of parts of a row.
 
     Raises:
       ValueError: `learning.attention` is "cudnn", and cuDNN can't compute it.
@@ -149,8 +154,8 @@ def resolve(
     on_tpu, on_cpu = name == "tpu", name == "cpu"
     packed = learning.responses_per_row > 1
     refusal = cudnn_attention.refusal(capability, dtype, head_dim, packed=packed)
-    if window and not refusal:
-        refusal = "the model has sliding windows"
+    if special and not refusal:
+        refusal = f"the model has {special}"
     if context > 1 and not refusal:
         refusal = "mesh.context cuts rows"
     if learning.attention == "cudnn" and refusal:

@@ -1,12 +1,13 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
-Eleven families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
+Twelve families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
 on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral and Ministral (as
 Llama, with a sliding window in all layers, some or none), SmolLM3 (layers without rotary positions), OLMo 2 (norms
 after attention and feed-forward, and one norm over all queries of a token, and over all keys), OLMo 3 (as OLMo 2, with
 sliding layers) and Gemma 3 (sliding layers with a rotary base of their own, norms before and after, GeGLU, a
-scaled embedding), and with experts Qwen3-MoE (as Qwen3) and OLMoE (queries and keys normed as in OLMo 2). Everything
-that sets them apart is a field here.
+scaled embedding), and with experts Qwen3-MoE (as Qwen3), OLMoE (queries and keys normed as in OLMo 2) and gpt-oss
+(sliding layers, biases everywhere, sinks of attention, a clamped SwiGLU). Everything that sets them apart is a field
+here.
 """
 
 import dataclasses
@@ -20,20 +21,22 @@ CLASS_NAMES = {
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM", "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
 }  # fmt: skip
 # Defaults for a config.json without the key, as in transformers.
 MAX_POSITIONS = {
     "llama": 2048, "olmo2": 2048, "olmo3": 2048, "olmoe": 4096, "mistral": 4096 * 32, "ministral": 4096 * 32,
-    "gemma3_text": 4096 * 32,
+    "gemma3_text": 4096 * 32, "gpt_oss": 4096 * 32,
 }  # fmt: skip
-THETAS = {"olmo3": 5e5, "gemma3_text": 1e6}  # of other families: 1e4
-EPSILONS = {"olmo2": 1e-5, "olmo3": 1e-5, "olmoe": 1e-5}  # of other families: 1e-6
-PATTERNS = {"olmo3": 4, "gemma3_text": 6}  # the last of that many layers does not slide
-HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256}  # of other families: hidden_size / num_attention_heads
+THETAS = {"olmo3": 5e5, "gemma3_text": 1e6, "gpt_oss": 1.5e5}  # of other families: 1e4
+EPSILONS = {"olmo2": 1e-5, "olmo3": 1e-5, "olmoe": 1e-5, "gpt_oss": 1e-5}  # of other families: 1e-6
+PATTERNS = {"olmo3": 4, "gemma3_text": 6, "gpt_oss": 2}  # the last of that many layers does not slide
+HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}  # of other families: hidden_size / num_attention_heads
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # The width of an expert by family; all layers have experts.
-EXPERT_SIZES = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
+EXPERT_SIZES = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size", "gpt_oss": "intermediate_size"}
+SWIGLU_ALPHA = 1.702  # of gpt-oss: the sigmoid's argument is multiplied by it
+OWN_THETAS = ("olmo3", "gemma3_text")  # sliding layers have a rotary base of their own, and no scaling
 SLIDING = ("ministral", *PATTERNS)  # `layer_types` says which layers have a window
 # Sizes that the text part of an image model leaves out (Gemma 3 4B, 12B and 27B).
 TEXT_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -79,20 +82,33 @@ class Architecture:
     experts_per_token: int = 0
     expert_size: int = 0  # width of an expert; `ffn_size` is then the width of no MLP
     renormalizes_experts: bool = False  # the probabilities of a token's experts are divided by their sum
+    output_bias: bool = False  # of attention
+    attention_sinks: bool = False  # a learned score of each head, which takes its share of the softmax and has no value
+    expert_limit: float = 0.0  # experts of gpt-oss, with biases, and their numbers within it; 0: those of the others
 
     def layer_weights(self, *, active: bool = False) -> int:
-        """Returns the number of weights in one layer's matrices; `active`: without unused experts of a token."""
+        """Returns the number of weights in one layer's matrices, with the biases of experts.
+
+        `active`: without unused experts of a token.
+        """
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         if not self.num_experts:
             return attention + 3 * self.hidden_size * self.ffn_size
         experts = self.experts_per_token if active else self.num_experts
-        return attention + self.hidden_size * (self.num_experts + 3 * experts * self.expert_size)
+        biases = 2 * self.expert_size + self.hidden_size if self.expert_limit else 0
+        return (
+            attention
+            + self.hidden_size * self.num_experts
+            + experts * (3 * self.hidden_size * self.expert_size + biases)
+        )
 
     @property
     def num_parameters(self) -> int:
         """Weights in all, the embedding counted once where it is tied."""
         others = self.hidden_size * (4 if self.norm_place == "around" else 2)
         others += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        others += self.output_bias * self.hidden_size + self.attention_sinks * self.num_heads
+        others += self.num_experts if self.expert_limit else 0
         normed = self.num_heads + self.num_kv_heads if self.qk_norm_whole else 2
         others += self.qk_norm * normed * self.head_dim
         embedding = self.vocab_size * self.hidden_size * (2 - self.tied_embedding)
@@ -135,7 +151,7 @@ def _check_values(config: dict[str, Any], needed: Sequence[str]) -> None:
     for key, most in MOST.items():
         if config.get(key) is not None or key in needed:
             require(key, _whole(config[key], 1, most), f"a whole number from 1 to {most:,}")
-    for key in ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"):
+    for key in ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "swiglu_limit"):
         value = config.get(key)
         require(key, value is None or (type(value) in (int, float) and 0 < value < 2**53), "a number above 0")
     for key in ("rope_scaling", "rope_parameters"):
@@ -213,7 +229,9 @@ def _experts(config: dict[str, Any], family: str) -> dict[str, Any]:
         num_experts=config["num_experts"],
         experts_per_token=config["num_experts_per_tok"],
         expert_size=config[EXPERT_SIZES[family]],
-        renormalizes_experts=bool(config.get("norm_topk_prob", False)),
+        # The softmax of the largest scores alone, as gpt-oss has it, is that of all scores, divided by its sum.
+        renormalizes_experts=family == "gpt_oss" or bool(config.get("norm_topk_prob", False)),
+        expert_limit=float(config.get("swiglu_limit") or 7.0) if family == "gpt_oss" else 0.0,
     )
 
 
@@ -229,7 +247,9 @@ def _refuse(config: dict[str, Any], family: str) -> None:
         "final_logit_softcapping": config.get("final_logit_softcapping") is not None,
         "attn_logit_softcapping": config.get("attn_logit_softcapping") is not None,
         "mlp_bias": bool(config.get("mlp_bias", False)),
-        "attention_bias": bool(config.get("attention_bias", False)) and family != "qwen2",
+        "attention_bias": family != "qwen2"
+        and bool(config.get("attention_bias", family == "gpt_oss")) != (family == "gpt_oss"),
+        "swiglu_alpha": config.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA,
         "clip_qkv": config.get("clip_qkv") is not None,
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
@@ -255,7 +275,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     if not isinstance(family, str) or family not in CLASS_NAMES:
         raise ValueError(
             f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} "
-            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2 and 3, Gemma 3, Qwen3-MoE, OLMoE)."
+            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2 and 3, Gemma 3, Qwen3-MoE, OLMoE, gpt-oss)."
         )
     needed = NEEDED
     if family in EXPERT_SIZES:
@@ -291,7 +311,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         norm_epsilon=config.get("rms_norm_eps") or EPSILONS.get(family, 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        qkv_bias=family == "qwen2",
+        qkv_bias=family in ("qwen2", "gpt_oss"),
         qk_norm=family in ("qwen3", "qwen3_moe", "olmo2", "olmo3", "olmoe", "gemma3_text"),
         tied_embedding=bool(config.get("tie_word_embeddings", family in ("smollm3", "gemma3_text"))),
         eos_ids=_ids(config.get("eos_token_id")),
@@ -301,9 +321,11 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         unrotated_layers=_unrotated_layers(config) if family == "smollm3" else (),
         window=(config.get("sliding_window") or 4096) if sliding_layers else 0,
         sliding_layers=sliding_layers,
-        sliding_theta=_sliding_theta(config, 1e4 if is_gemma else theta) if family in PATTERNS else None,
+        sliding_theta=_sliding_theta(config, 1e4 if is_gemma else theta) if family in OWN_THETAS else None,
         query_scalar=None if scalar == head_dim else scalar,
         is_gemma=is_gemma,
+        output_bias=family == "gpt_oss",
+        attention_sinks=family == "gpt_oss",
         **_experts(config, family),
     )
 
@@ -360,7 +382,12 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
         }
     if architecture.is_gemma:
         config |= _gemma_config(architecture)
-    if architecture.num_experts:
+    if architecture.expert_limit:
+        config |= {
+            "num_local_experts": architecture.num_experts, "num_experts_per_tok": architecture.experts_per_token,
+            "swiglu_limit": architecture.expert_limit, "swiglu_alpha": SWIGLU_ALPHA,
+        }  # fmt: skip
+    elif architecture.num_experts:
         config |= {
             "num_experts": architecture.num_experts, "num_experts_per_tok": architecture.experts_per_token,
             "moe_intermediate_size": architecture.expert_size, "norm_topk_prob": architecture.renormalizes_experts,
@@ -369,5 +396,5 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
     if architecture.family == "qwen2":
         config["use_sliding_window"] = False
     else:
-        config["attention_bias"] = False
+        config["attention_bias"] = architecture.output_bias
     return config

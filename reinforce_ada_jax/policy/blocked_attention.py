@@ -26,6 +26,7 @@ MASKED = -1e30  # finite, so that the difference of two of them is 0
 Queries = Float[Array, "B K G T H"]  # G query heads for each key head
 Keys = Float[Array, "B K _ H"]  # of a whole row, where queries may be those of a part
 Segments = Int[Array, "B T"] | None
+Sinks = Float[Array, "K G"] | None  # as `LayerPlace.sinks`
 
 
 class Visible(NamedTuple):
@@ -75,29 +76,35 @@ def _scores(query: Queries, key: Keys, sees: Visible, first: int, end: int) -> F
 
 
 @jax.custom_vjp
-def _attention(query: Queries, key: Keys, value: Keys, sees: Visible) -> Queries:
-    return _forward(query, key, value, sees)[0]
+def _attention(query: Queries, key: Keys, value: Keys, sinks: Sinks, sees: Visible) -> Queries:
+    return _forward(query, key, value, sinks, sees)[0]
 
 
-def _forward(query, key, value, sees):
+def _forward(query, key, value, sinks, sees):
     mixed, log_sums = [], []
     for first, end in _blocks(query.shape[3]):
         scores = _scores(query, key, sees, first, end)
         largest = scores.max(axis=-1, keepdims=True)
+        sink = None if sinks is None else jnp.repeat(sinks, end - first, axis=1)[None, :, :, None]
+        largest = largest if sink is None else jnp.maximum(largest, sink)
         weights = jnp.exp(scores - largest)
         total = weights.sum(axis=-1, keepdims=True)
+        total = total if sink is None else total + jnp.exp(sink - largest)
         block = _product("BKRS,BKSH->BKRH", weights.astype(value.dtype), value[:, :, : sees.end(key, end)]) / total
         mixed.append(block.astype(query.dtype).reshape(*query.shape[:3], end - first, -1))
         log_sums.append((largest + jnp.log(total)).reshape(*query.shape[:3], end - first, 1))
     result = checkpoint_name(jnp.concatenate(mixed, axis=3), ATTENTION_RESULT)
     log_sum = checkpoint_name(jnp.concatenate(log_sums, axis=3), ATTENTION_RESULT)
-    return result, (query, key, value, sees, result, log_sum)
+    return result, (query, key, value, sinks, sees, result, log_sum)
 
 
 def _backward(residuals, d_mixed):
-    query, key, value, sees, mixed, log_sum = residuals
+    query, key, value, sinks, sees, mixed, log_sum = residuals
     # The gradient of the softmax has the sum of p dp over keys, which equals that of mixed * d_mixed over the head.
     weighted = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    d_sinks = None
+    if sinks is not None:  # its key has the value 0, so that its dp is 0
+        d_sinks = -(jnp.exp(sinks[None, :, :, None, None] - log_sum) * weighted).sum(axis=(0, 3, 4))
     d_query, d_key, d_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     for first, end in _blocks(query.shape[3]):
         last = sees.end(key, end)
@@ -112,7 +119,7 @@ def _backward(residuals, d_mixed):
         block = _product("BKRS,BKSH->BKRH", d_scores, key[:, :, :last])
         d_query.append(block.reshape(*query.shape[:3], end - first, -1))
     d_query = jnp.concatenate(d_query, axis=3)
-    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), d_sinks, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -120,29 +127,30 @@ _attention.defvjp(_forward, _backward)
 
 def attend(query, key, value, layer, carry, *, segment_ids: Segments = None):
     """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments."""
-    return _attend(query, key, value, Visible(segment_ids, layer.reach)), carry, None
+    return _attend(query, key, value, layer.sinks, Visible(segment_ids, layer.reach)), carry, None
 
 
 def attend_parts(query, key, value, layer, carry, *, mesh: Mesh, segment_ids: Segments = None):
     """Computes the same for rows that `mesh.cut_rows` has cut; each device reads the keys and values of all parts."""
     count = mesh.shape["context"]
 
-    def local(query, key, value, segment_ids, slides):
+    def local(query, key, value, segment_ids, slides, sinks):
         key, value = mesh_lib.all_parts(key, count), mesh_lib.all_parts(value, count)
         of_keys = None if segment_ids is None else mesh_lib.all_parts(segment_ids, count)
         first = jax.lax.axis_index("context") * query.shape[1]
         reach = LayerPlace(0, layer.window, slides).reach
-        return _attend(query, key, value, Visible(segment_ids, reach, of_keys, first))
+        return _attend(query, key, value, sinks, Visible(segment_ids, reach, of_keys, first))
 
     heads, row = mesh_lib.spec(("parts", None, "heads", None)), mesh_lib.spec(("parts", None))
-    in_specs = (heads, heads, heads, row, PartitionSpec())
+    in_specs = (heads, heads, heads, row, PartitionSpec(), mesh_lib.spec(("heads",)))
     over_mesh = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return over_mesh(query, key, value, segment_ids, layer.slides), carry, None
+    return over_mesh(query, key, value, segment_ids, layer.slides, layer.sinks), carry, None
 
 
-def _attend(query, key, value, sees: Visible):
+def _attend(query, key, value, sinks, sees: Visible):
     rows, length, num_heads, head_dim = query.shape
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)
     query = query.reshape(rows, length, key.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
-    mixed = _attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), sees)
+    sinks = None if sinks is None else sinks.reshape(query.shape[1:3])
+    mixed = _attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), sinks, sees)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, num_heads, head_dim)

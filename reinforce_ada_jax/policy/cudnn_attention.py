@@ -97,7 +97,7 @@ def attend(query, key, value, layer, carry, *, mesh: Mesh, max_segments: int, se
     `transformer.Attend`; segment ids are ascending in each row, with at most `max_segments` sequences. Raises
     ValueError for packed rows with 2^31 numbers of queries or more on a device.
     """
-    del layer  # none is a sliding one: `platform.resolve` refuses them
+    del layer  # none is a sliding one, and none has sinks: `platform.resolve` refuses them
     heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
     local = jax.shard_map(
         functools.partial(_local, max_segments=max_segments),

@@ -6,7 +6,7 @@ TPUs; on CPUs it multiplies every row by the matrices of all experts.
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.architecture import SWIGLU_ALPHA, Architecture
+
+
+class Biases(NamedTuple):
+    """Biases of the router, and of the products of each expert."""
+
+    router: Float[Array, " E"]
+    gate_up: Float[Array, "E Y"]
+    down: Float[Array, "E D"]
 
 
 def choose(architecture: Architecture, logits: Float[Array, "M E"]) -> tuple[Float[Array, "M C"], Int[Array, "M C"]]:
@@ -31,27 +39,49 @@ def _permuted(x: Float[Array, "R D"], order: Int[Array, " R"]) -> Float[Array, "
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
+def clamped_swiglu(gate_up: Float[Array, "R Y"], limit: float) -> Float[Array, "R X"]:
+    """Computes (up + 1) gate sigmoid(alpha gate) of numbers of gate and up by turns, as gpt-oss does.
+
+    Gates are at most `limit`, and the others within it on both sides.
+    """
+    gate, up = jnp.minimum(gate_up[:, ::2], limit), jnp.clip(gate_up[:, 1::2], -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
+
+
 def mixture(
     architecture: Architecture,
     x: Float[Array, "B T D"],
     router: Float[Array, "D E"],
-    gate: Float[Array, "E D X"],
-    up: Float[Array, "E D X"],
+    gate: Float[Array, "E D _"],
+    up: Float[Array, "E D X"] | None,
     down: Float[Array, "E X D"],
+    biases: Biases | None = None,
 ) -> Float[Array, "B T D"]:
     """Computes sum_e weight_e down_e(silu(gate_e(x)) * up_e(x)) over the experts of each token.
 
+    With biases it is the sum of gpt-oss: columns of `gate` are those of gate and up by turns, and `clamped_swiglu`.
     Logits, softmax and weights are in float32, of a router in x.dtype: learner and sampler choose alike.
     """
     tokens, chosen_each = x.reshape(-1, x.shape[-1]), architecture.experts_per_token
     logits = jnp.dot(tokens, router, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    if biases is not None:
+        logits = logits + biases.router.astype(jnp.float32)[None]
     weights, chosen = choose(architecture, logits)
     expert = chosen.reshape(-1)
     order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=architecture.num_experts)
     rows = jnp.broadcast_to(tokens[:, None], (len(tokens), chosen_each, x.shape[-1])).reshape(-1, x.shape[-1])
     rows = _permuted(rows, order)
-    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    results = _permuted(jax.lax.ragged_dot(hidden, down, sizes), jnp.argsort(order))
+    if up is not None:
+        hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+        results = jax.lax.ragged_dot(hidden, down, sizes)
+    else:
+        assert biases is not None
+        # A product: as the gradient of reading rows, the sum of colliding ones would have no order on a GPU.
+        is_own = jax.nn.one_hot(expert[order], architecture.num_experts, dtype=x.dtype)
+        gate_up = jax.lax.ragged_dot(rows, gate, sizes) + is_own @ biases.gate_up
+        hidden = clamped_swiglu(gate_up, architecture.expert_limit)
+        results = jax.lax.ragged_dot(hidden, down, sizes) + is_own @ biases.down
+    results = _permuted(results, jnp.argsort(order))
     results = results.reshape(len(tokens), chosen_each, -1).astype(jnp.float32)
     return jnp.einsum("MCD,MC->MD", results, weights).astype(x.dtype).reshape(x.shape)
 
@@ -68,8 +98,17 @@ def on_devices(compute: Callable[..., Array], rows: NamedSharding | None, mesh: 
     of_x = P() if rows is None else rows.spec
     wide = P(None, None, "tensor")
 
-    def own_part(*arguments: Array) -> Array:
-        return jax.lax.psum(compute(*arguments), "tensor")
+    def own_part(*arguments: Any) -> Array:
+        *weights, biases = arguments
+        if biases is not None:  # one part adds what is not divided
+            is_first = jax.lax.axis_index("tensor") == 0
+            biases = biases._replace(down=jnp.where(is_first, biases.down, jnp.zeros_like(biases.down)))
+        return jax.lax.psum(compute(*weights, biases), "tensor")
 
-    in_specs = (of_x, P(), wide, wide, P(None, "tensor", None))
-    return mesh_lib.on_own_part(own_part, mesh, in_specs=in_specs, out_specs=of_x, always=True)
+    def on_parts(x: Array, router: Array, gate: Array, up: Array | None, down: Array, biases: Biases | None) -> Array:
+        of_biases = None if biases is None else Biases(*cast(Any, (P(), P(None, "tensor"), P())))
+        in_specs = (of_x, P(), wide, None if up is None else wide, P(None, "tensor", None), of_biases)
+        apply = mesh_lib.on_own_part(own_part, mesh, in_specs=in_specs, out_specs=of_x, always=True)
+        return apply(x, router, gate, up, down, biases)
+
+    return on_parts

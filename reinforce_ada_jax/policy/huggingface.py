@@ -68,6 +68,17 @@ EXPERTS = {
     "layers.mlp.expert_up": ("L E D X", "model.layers.{}.mlp.experts.{}.up_proj.weight", "X D"),
     "layers.mlp.expert_down": ("L E X D", "model.layers.{}.mlp.experts.{}.down_proj.weight", "D X"),
 }
+# All experts of a layer are one tensor; Y are the columns of gate and up, by turns.
+GPT_OSS = {
+    "layers.attention.output_bias": ("L D", "model.layers.{}.self_attn.o_proj.bias", "D"),
+    "layers.attention.sinks": ("L N", "model.layers.{}.self_attn.sinks", "N"),
+    "layers.mlp.router": ("L D E", "model.layers.{}.mlp.router.weight", "E D"),
+    "layers.mlp.router_bias": ("L E", "model.layers.{}.mlp.router.bias", "E"),
+    "layers.mlp.expert_gate_up": ("L E D Y", "model.layers.{}.mlp.experts.gate_up_proj", "E D Y"),
+    "layers.mlp.expert_gate_up_bias": ("L E Y", "model.layers.{}.mlp.experts.gate_up_proj_bias", "E Y"),
+    "layers.mlp.expert_down": ("L E X D", "model.layers.{}.mlp.experts.down_proj", "E X D"),
+    "layers.mlp.expert_down_bias": ("L E D", "model.layers.{}.mlp.experts.down_proj_bias", "E D"),
+}
 # Where the text part of an image model (Gemma 3 4B and larger) has other names, and what it has beside it.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -112,13 +123,15 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
         "L": architecture.num_layers, "V": architecture.vocab_size, "D": architecture.hidden_size,
         "F": architecture.ffn_size, "N": architecture.num_heads, "K": architecture.num_kv_heads,
         "H": architecture.head_dim, "E": architecture.num_experts, "X": architecture.expert_size,
+        "Y": 2 * architecture.expert_size,
     }  # fmt: skip
 
 
 def table(architecture: Architecture) -> dict[str, tuple[str, str, str]]:
     """Returns `TABLE` as this architecture has it."""
     norms = {"before": {}, "after": NORM_AFTER, "around": NORM_AROUND}[architecture.norm_place]
-    return TABLE | EXPERTS | norms | (QK_NORM_WHOLE if architecture.qk_norm_whole else {})
+    experts = EXPERTS | (GPT_OSS if architecture.expert_limit else {})
+    return TABLE | experts | norms | (QK_NORM_WHOLE if architecture.qk_norm_whole else {})
 
 
 def parts(architecture: Architecture) -> dict[str, Part]:
@@ -127,10 +140,11 @@ def parts(architecture: Architecture) -> dict[str, Part]:
     for weight, (shape, _) in transformer.weight_shapes(architecture).items():
         our_axes, name, their_axes = names[weight]
         theirs = tuple(math.prod(sizes[letter] for letter in axis) for axis in their_axes.split())
-        inner = our_axes.removeprefix("L ").removeprefix("E ")
+        by_expert = name.count("{}") == 2
+        inner = our_axes.removeprefix("L ").removeprefix("E " if by_expert else "")
         transposed = inner.replace(" ", "") != their_axes.replace(" ", "")
         layers = range(architecture.num_layers) if our_axes.startswith("L ") else (None,)
-        experts = range(architecture.num_experts) if our_axes.startswith("L E ") else (None,)
+        experts = range(architecture.num_experts) if by_expert else (None,)
         num_outer = len(shape) - len(inner.split())
         ours = (*[1] * num_outer, *shape[num_outer:])
         for layer, expert in itertools.product(layers, experts):

@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from reinforce_ada_jax.policy.transformer import Attend, Decoder, Rowwise, distribution, head_logits
+from reinforce_ada_jax.policy.transformer import (
+    FULL_LAYER,
+    Attend,
+    Decoder,
+    LayerPlace,
+    Rowwise,
+    distribution,
+    head_logits,
+)
 
 ROWS, KEYS = 16, 32
 SMALLEST = float(jnp.finfo(jnp.float32).min)  # finite: the difference of two of them is 0
@@ -69,15 +77,15 @@ def attention(
     lengths: Int[Array, " ROWS"],
     num_kv_heads: int,
     read: Read,
-    reach: Int[Array, ""] | None = None,
+    layer: LayerPlace = FULL_LAYER,
 ) -> Float[Array, "ROWS N H"]:
     """Computes softmax(q k / sqrt(H)) v over the first `lengths[r]` tokens of each row of a tile; zeros if 0.
 
-    A row sees only the last `reach` of these tokens (`LayerPlace.reach`); None: all.
+    A row sees only the last of these tokens, within the reach of the layer. Its sinks are scores of keys without value.
 
     A tile of keys beyond a row's length changes none of its bits: sums are multiplied by 1, and zeros are added.
     """
-    _, num_heads, head_dim = query.shape
+    (_, num_heads, head_dim), reach = query.shape, layer.reach
     grouped = (query * head_dim**-0.5).reshape(ROWS, num_kv_heads, num_heads // num_kv_heads, head_dim).swapaxes(0, 1)
 
     def add(index, partial):
@@ -90,6 +98,8 @@ def attention(
 
     none = jnp.zeros(grouped.shape[:3], jnp.float32)
     partial = none + SMALLEST, none, jnp.zeros(grouped.shape, jnp.float32)
+    if layer.sinks is not None:
+        partial = jnp.broadcast_to(layer.sinks.reshape(num_kv_heads, 1, -1), none.shape), none + 1, partial[2]
     _, total, mixed = jax.lax.fori_loop(0, num_tiles(jnp.max(lengths), KEYS), add, partial)
     mixed = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return mixed.swapaxes(0, 1).reshape(query.shape)
@@ -132,7 +142,7 @@ def packed_attend(start: Int[Array, " M"], lengths: Int[Array, " M"], count: Int
 
                 return tokens(keys), tokens(values)
 
-            return attention(query, lengths, key.shape[2], read, layer.reach)
+            return attention(query, lengths, key.shape[2], read, layer)
 
         return by_tiles(count)(one_tile, query[:, 0], start, lengths)[:, None], carry, None
 

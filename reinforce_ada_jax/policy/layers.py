@@ -211,6 +211,10 @@ class Attention(nnx.Module):
             self.query_bias = declare((n, h), ("heads", "head"))
             self.key_bias = declare((k, h), ("kv_heads", "head"))
             self.value_bias = declare((k, h), ("kv_heads", "head"))
+        if architecture.output_bias:
+            self.output_bias = declare((d,), ("embed",))
+        if architecture.attention_sinks:
+            self.sinks = declare((n,), ("heads",))
         if architecture.qk_norm:
             whole = architecture.qk_norm_whole
             one = norm_start(architecture)
@@ -249,7 +253,10 @@ class Attention(nnx.Module):
 
     def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Computes the output projection."""
-        return project(mixed, self.output.get_value(), num_inputs=2)
+        merged = project(mixed, self.output.get_value(), num_inputs=2)
+        return (
+            merged + self.output_bias[...].astype(merged.dtype)[None, None] if self.architecture.output_bias else merged
+        )
 
 
 class MLP(nnx.Module):
@@ -275,18 +282,30 @@ class Experts(nnx.Module):
         d, x, e = architecture.hidden_size, architecture.expert_size, architecture.num_experts
         self.architecture = architecture
         self.router = declare((d, e), ("embed", "experts"), fan_in=d)
-        self.expert_gate = declare((e, d, x), ("experts", "embed", "mlp"), fan_in=d)
-        self.expert_up = declare((e, d, x), ("experts", "embed", "mlp"), fan_in=d)
+        if architecture.expert_limit:
+            self.router_bias = declare((e,), ("experts",))
+            self.expert_gate_up = declare((e, d, 2 * x), ("experts", "embed", "mlp"), fan_in=d)
+            self.expert_gate_up_bias = declare((e, 2 * x), ("experts", "mlp"))
+            self.expert_down_bias = declare((e, d), ("experts", "embed"))
+        else:
+            self.expert_gate = declare((e, d, x), ("experts", "embed", "mlp"), fan_in=d)
+            self.expert_up = declare((e, d, x), ("experts", "embed", "mlp"), fan_in=d)
         self.expert_down = declare((e, x, d), ("experts", "mlp", "embed"), fan_in=x)
 
     def __call__(
         self, x: Float[Array, "B T D"], rows: NamedSharding | None = None, mesh: Mesh | None = None
     ) -> Float[Array, "B T D"]:
         """Computes each token by its experts; `rows` and `mesh` as of `experts.on_devices`."""
-        weights = (self.router, self.expert_gate, self.expert_up, self.expert_down)
         compute = experts.on_devices(functools.partial(experts.mixture, self.architecture), rows, mesh)
-        # Cast here, so that devices exchange no wider numbers.
-        return compute(x, *(weight.get_value().astype(x.dtype) for weight in weights))
+
+        def cast(*weights):  # here, so that devices exchange no wider numbers
+            return [weight.get_value().astype(x.dtype) for weight in weights]
+
+        if not self.architecture.expert_limit:
+            return compute(x, *cast(self.router, self.expert_gate, self.expert_up, self.expert_down), None)
+        router, gate_up, down = cast(self.router, self.expert_gate_up, self.expert_down)
+        biases = experts.Biases(*cast(self.router_bias, self.expert_gate_up_bias, self.expert_down_bias))
+        return compute(x, router, gate_up, None, down, biases)
 
 
 class Layer(nnx.Module):

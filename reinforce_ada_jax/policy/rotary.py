@@ -36,6 +36,7 @@ class RopeScaling:
     original_positions: int = 1
     kind: str = "llama3"
     attention_factor: float = 1.0  # of rotated queries and of rotated keys
+    truncates: bool = True  # indices between which "yarn" interpolates are whole numbers
 
 
 def from_config(parameters: dict[str, Any], theta: float) -> RopeScaling | None:
@@ -62,7 +63,6 @@ def from_config(parameters: dict[str, Any], theta: float) -> RopeScaling | None:
         low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
         return RopeScaling(factor, low, high, original)
     unknown = [key for key in ("mscale", "mscale_all_dim") if parameters.get(key) is not None]
-    unknown += ["truncate"] * (parameters.get("truncate") is False)
     if unknown or theta <= 1:
         raise ValueError(
             f"config.json asks for rotary scaling 'yarn' with {', '.join(unknown) or f'rope_theta = {theta:g}'}, which "
@@ -70,8 +70,9 @@ def from_config(parameters: dict[str, Any], theta: float) -> RopeScaling | None:
         )
     own = _yarn_defaults(factor) | {key: parameters[key] for key in _yarn_defaults(1.0) if parameters.get(key)}
     return RopeScaling(
-        factor, float(own["beta_slow"]), float(own["beta_fast"]), original, kind, float(own["attention_factor"])
-    )
+        factor, float(own["beta_slow"]), float(own["beta_fast"]), original, kind, float(own["attention_factor"]),
+        truncates=parameters.get("truncate") is not False,
+    )  # fmt: skip
 
 
 def _yarn_defaults(factor: float) -> dict[str, float]:
@@ -90,7 +91,8 @@ def to_config(scaling: RopeScaling | None) -> dict[str, Any]:
         return {"rope_type": "llama3", **original, "low_freq_factor": low, "high_freq_factor": high}
     own = {"beta_slow": low, "beta_fast": high, "attention_factor": scaling.attention_factor}
     defaults = _yarn_defaults(scaling.factor)
-    return {"rope_type": "yarn", **original, **{key: own[key] for key in own if own[key] != defaults[key]}}
+    own = {key: own[key] for key in own if own[key] != defaults[key]}
+    return {"rope_type": "yarn", **original, **own, **({} if scaling.truncates else {"truncate": False})}
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[Array, " half"]:
@@ -109,8 +111,11 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
             """The index, with a fraction, of the frequency that turns so often."""
             return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        first, last = max(math.floor(index(high)), 0), min(math.ceil(index(low)), head_dim - 1)
-        share = 1 - (jnp.arange(head_dim // 2) - first) / (last - first if last != first else 0.001)
+        first, last = index(high), index(low)
+        if scaling.truncates:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        share = 1 - (jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / (last - first if last != first else 0.001)
     share = jnp.clip(share, 0.0, 1.0)
     return (1 - share) * inverse / scaling.factor + share * inverse
 

@@ -66,6 +66,7 @@ def _local(
     value: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"] | None,
     slides: Bool[Array, ""] | None,
+    sinks: Float[Array, " N"] | None,
     context: int,
 ) -> Float[Array, "B T N H"]:
     """Computes attention on one device, for its rows, or a part of each, and its heads."""
@@ -80,11 +81,11 @@ def _local(
     if segment_ids is not None:
         padded_ids = jnp.pad(segment_ids, padding[:2])
         ids = splash.SegmentIds(padded_ids, mesh_lib.all_parts(padded_ids, context))
-    attention = [jax.vmap(kernel) for kernel in kernels]
+    attention = [jax.vmap(kernel, in_axes=(0, 0, 0, 0, None)) for kernel in kernels]
     if slides is None:
-        mixed = attention[0](query, key, value, ids)
+        mixed = attention[0](query, key, value, ids, sinks)
     else:
-        mixed = jax.lax.cond(slides, attention[1], attention[0], query, key, value, ids)
+        mixed = jax.lax.cond(slides, attention[1], attention[0], query, key, value, ids, sinks)
     mixed = cast(Array, mixed)
     return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
 
@@ -102,11 +103,12 @@ def attend(query, key, value, layer, carry, *, mesh: Mesh, segment_ids=None, int
     kernels = _kernels(query.shape[1], num_heads, window, context, interpret)
     of_masks = [kernel.manual_sharding_spec(NamedSharding(mesh, P(None, "context"))) for kernel in kernels]
     slides = None if layer.slides is None else P()
+    sinks = None if layer.sinks is None else mesh_lib.spec(("heads",))
     local = jax.shard_map(
         functools.partial(_local, context=context),
         mesh=mesh,
-        in_specs=(of_masks, heads, heads, heads, None if segment_ids is None else row, slides),
+        in_specs=(of_masks, heads, heads, heads, None if segment_ids is None else row, slides, sinks),
         out_specs=heads,
         check_vma=False,  # kernels don't say along which axes their results vary
     )
-    return local(kernels, query, key, value, segment_ids, layer.slides), carry, None
+    return local(kernels, query, key, value, segment_ids, layer.slides, layer.sinks), carry, None

@@ -52,11 +52,15 @@ class LayerPlace(NamedTuple):
     number: Int[Array, ""] | int
     window: int = 0  # of a sliding layer, as of `Architecture`
     slides: Bool[Array, ""] | None = None  # None: no layer of the model does
+    sinks: Float[Array, " N"] | None = None  # scores in the denominators of the softmax of each head, in float32
 
     @property
     def reach(self) -> Int[Array, ""] | None:
         """Tokens that a token sees, itself included; None: all before it."""
         return None if self.slides is None else jnp.where(self.slides, self.window, jnp.iinfo(jnp.int32).max // 2)
+
+
+FULL_LAYER = LayerPlace(0)  # without a window, and without sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +237,8 @@ def run(
         # At position 0 nothing is rotated.
         where = positions if is_rotated.all() else positions * jnp.asarray(is_rotated)[index]
         query, key, value = rowwise(before, x, where)
-        place = LayerPlace(index, architecture.window, slides)
+        sinks = layer.attention.sinks[...].astype(jnp.float32) if architecture.attention_sinks else None
+        place = LayerPlace(index, architecture.window, slides, sinks)
         mixed, carry, of_layer = attend(query, key, value, place, carry)
         return (rowwise(after, x, mixed), carry), of_layer
 
@@ -255,7 +260,20 @@ def causal_attend(query, key, value, layer, carry, *, segment_ids=None):
         near = (place[:, None] - place[None] < layer.reach)[None, None]
         own = near if own is None else own & near
     with jax.numpy_dtype_promotion("standard"):  # jax promotes bfloat16 to float32 in it
+        if layer.sinks is not None:
+            return _attend_with_sinks(query, key, value, layer.sinks, own), carry, None
         return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True), carry, None
+
+
+def _attend_with_sinks(query, key, value, sinks, own):
+    """Computes causal attention with one more key, whose score is the sink of a head and whose value is 0."""
+    length = query.shape[1]
+    seen = jnp.tril(jnp.ones((1, 1, length, length), bool))
+    seen = seen if own is None else seen & own
+    last = ((0, 0), (0, 0), (0, 0), (0, 1))
+    score = jnp.pad(jnp.zeros((1, len(sinks), 1, length)), last).at[:, :, :, -1].set(sinks[None, :, None])
+    key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (key, value))
+    return jax.nn.dot_product_attention(query, key, value, score, jnp.pad(seen, last, constant_values=True))
 
 
 def hidden_states(

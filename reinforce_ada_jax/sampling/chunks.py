@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.policy.quantization import Quantized
-from reinforce_ada_jax.policy.transformer import Decoder, Execution, run
+from reinforce_ada_jax.policy.transformer import FULL_LAYER, Decoder, Execution, LayerPlace, run
 from reinforce_ada_jax.sampling.page_writes import write_tokens
 from reinforce_ada_jax.sampling.paged_attention import (
     Pages,
@@ -86,7 +86,7 @@ def chunk_attention(
     table: Int[Array, "C width"],
     visible: VisiblePages,
     first_page: Int[Array, ""] | int = 0,
-    reach: Int[Array, ""] | None = None,
+    layer: LayerPlace = FULL_LAYER,
 ) -> Float[Array, "C N H"]:
     """Computes `paged_attention` for queries that share most of their pages: each page is read once for all queries.
 
@@ -96,6 +96,7 @@ def chunk_attention(
     num_queries, num_heads, head_dim = query.shape
     kv_heads, _, page_size, padded_dim = key_pages.shape
     group, at_a_time = num_heads // kv_heads, max(1, TOKENS_AT_A_TIME // page_size)
+    reach = layer.reach
     dtype = query.dtype if isinstance(key_pages, Quantized) else key_pages.dtype
     padding = (0, -visible.page.shape[0] % at_a_time)
     page, column = jnp.pad(visible.page, padding), jnp.pad(visible.column, padding)
@@ -129,6 +130,8 @@ def chunk_attention(
     none = jnp.zeros(grouped.shape[:2], jnp.float32)
     smallest = jnp.full_like(none, jnp.finfo(jnp.float32).min)
     partial = (smallest, none, jnp.zeros(grouped.shape, jnp.float32))
+    if layer.sinks is not None:
+        partial = (jnp.tile(layer.sinks.reshape(kv_heads, group), num_queries), none + 1, partial[2])
     _, total, mixed = jax.lax.fori_loop(0, num_pages(visible.num_pages, at_a_time), one_batch, partial)
     mixed = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     mixed = mixed.reshape(kv_heads, num_queries, group, padded_dim).swapaxes(0, 1)
@@ -156,9 +159,9 @@ def prefill_chunk(
         first = layer.number * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, chunk.position % page_size, mesh)
         if backend == "invariant":  # as in decoding
-            mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend, reach=layer.reach)
+            mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend, layer=layer)
         else:
-            mixed = chunk_attention(query[:, 0], *pools, lengths, table, visible, first, layer.reach)
+            mixed = chunk_attention(query[:, 0], *pools, lengths, table, visible, first, layer)
         return mixed[:, None], pools, None
 
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]

@@ -163,9 +163,7 @@ def _forward(
         first = layer.number * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, slots.position % page_size, mesh)
         table = first + slots.table
-        mixed = paged_attention(
-            query[:, 0], *pools, lengths, table, backend=options.attention, mesh=mesh, reach=layer.reach
-        )
+        mixed = paged_attention(query[:, 0], *pools, lengths, table, backend=options.attention, mesh=mesh, layer=layer)
         return mixed[:, None], pools, None
 
     def next_logprobs(hidden, temperature):

@@ -7,6 +7,8 @@ Backends are chosen by name (`BACKENDS`). `jnp` runs on any device; the kernels 
 pallas_attention.py. All of them read live pages only: those that hold tokens of active slots.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.policy import invariant
 from reinforce_ada_jax.policy.quantization import Quantized
-from reinforce_ada_jax.policy.transformer import Rowwise, all_rows
+from reinforce_ada_jax.policy.transformer import FULL_LAYER, LayerPlace, Rowwise, all_rows
 from reinforce_ada_jax.sampling.pages import num_pages
 
 Pages = Float[Array, "K pages page_size padded_H"] | Quantized
@@ -25,6 +27,16 @@ BACKENDS = ("jnp", "invariant", "pallas_tpu", "pallas_gpu")
 FOR_PLATFORM = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 # Keys and values that the jnp backend reads at a time: they stay in a core's own cache (L2 of 1 or 2 MiB).
 BATCH_BYTES = 2**19
+
+
+class Softmax(NamedTuple):
+    """Limits of the softmax of a layer."""
+
+    start: Int[Array | np.ndarray, " S"] | None = None  # first token that each slot sees, in its first page; None: 0
+    sinks: Float[Array | np.ndarray, " N"] | None = None  # as `LayerPlace.sinks`
+
+
+FULL_SOFTMAX = Softmax()
 
 
 def choose_backend(name: str, numerics: str = "fast") -> str:
@@ -56,7 +68,7 @@ def paged_attention(
     *,
     backend: str,
     mesh: Mesh | None = None,
-    reach: Int[Array, ""] | None = None,
+    layer: LayerPlace = FULL_LAYER,
 ) -> Float[Array, "S N H"]:
     """Computes softmax(q k / sqrt(H)) v over the first `lengths[s]` tokens of slot s; zeros where the length is 0.
 
@@ -68,15 +80,16 @@ def paged_attention(
       table: physical pages of each slot in order; entries beyond its length must be valid page numbers.
       backend: one of `BACKENDS`.
       mesh: where heads are split over `tensor`; the kernels need it, XLA finds out for itself.
-      reach: a slot sees only this many of its last tokens (`LayerPlace.reach`); None: all.
+      layer: a slot sees only its last tokens within the reach of the layer; its sinks are scores of keys without value.
     """
     if backend == "invariant":
-        return _by_tiles(query, key_pages, value_pages, lengths, table, reach)
+        return _by_tiles(query, key_pages, value_pages, lengths, table, layer)
     start = None
-    if reach is not None:
+    if (reach := layer.reach) is not None:
         lengths, table, start = seen_pages(lengths, table, key_pages.shape[2], reach)
+    softmax = Softmax(start, layer.sinks)
     if backend == "jnp":
-        return _live_pages(query, key_pages, value_pages, lengths, table, start)
+        return _live_pages(query, key_pages, value_pages, lengths, table, softmax)
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} is not one of {', '.join(BACKENDS)}.")
     if mesh is None:
@@ -84,7 +97,7 @@ def paged_attention(
     from reinforce_ada_jax.sampling import pallas_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
 
     kernels = {"pallas_tpu": pallas_attention.pallas_tpu, "pallas_gpu": pallas_attention.pallas_gpu}
-    return kernels[backend](query, key_pages, value_pages, lengths, table, start, mesh=mesh)
+    return kernels[backend](query, key_pages, value_pages, lengths, table, softmax, mesh=mesh)
 
 
 def seen_pages(
@@ -105,7 +118,7 @@ def seen_pages(
     return jnp.asarray(lengths - before), jnp.take_along_axis(jnp.asarray(table), column, axis=1), start - before
 
 
-def _live_pages(query, key_pages, value_pages, lengths, table, start):
+def _live_pages(query, key_pages, value_pages, lengths, table, softmax):
     """Puts the live pages of all slots into one row, and computes a batch of them at a time.
 
     Each page gives a softmax of its own (largest score, sum, weighted values); those of a slot are joined at the end.
@@ -124,7 +137,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table, start):
     slot = jnp.repeat(jnp.arange(num_slots), counts, total_repeat_length=most)
     column = jnp.clip(jnp.arange(most) - first[slot], 0, width - 1)
     page, tokens = table[slot, column], lengths[slot] - column * page_size
-    unseen = None if start is None else start[slot] - column * page_size
+    unseen = None if softmax.start is None else softmax.start[slot] - column * page_size
     # K first, as in the pages: otherwise XLA would transpose the pages, which are many times as large.
     grouped = pad_head_dim(query * head_dim**-0.5, key_pages)
     grouped = grouped.reshape(num_slots, kv_heads, group, padded_dim).swapaxes(0, 1)
@@ -168,13 +181,17 @@ def _live_pages(query, key_pages, value_pages, lengths, table, start):
     live = (jnp.arange(width)[None] < counts[:, None])[None, ..., None]  # 1 S width 1
     largest = jnp.where(live, largest[:, of_slot], -jnp.inf)
     overall = jnp.maximum(largest.max(2, keepdims=True), jnp.finfo(jnp.float32).min)
+    sinks = None if softmax.sinks is None else softmax.sinks.reshape(kv_heads, 1, 1, group)
+    overall = overall if sinks is None else jnp.maximum(overall, sinks)
     scale = jnp.exp(largest - overall)  # K S width G; 0 where not live
     mixed = jnp.sum(scale[..., None] * values[:, of_slot], axis=2)
-    mixed = mixed / jnp.maximum(jnp.sum(scale * total[:, of_slot], axis=2), jnp.finfo(jnp.float32).tiny)[..., None]
+    total = jnp.sum(scale * total[:, of_slot], axis=2)
+    total = total if sinks is None else total + jnp.exp(sinks - overall)[:, :, 0]
+    mixed = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return mixed[..., :head_dim].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
 
 
-def _by_tiles(query, key_pages, value_pages, lengths, table, reach):
+def _by_tiles(query, key_pages, value_pages, lengths, table, layer):
     """Computes `invariant.attention` by tiles of slots; keys are gathered by token, so the page size has no effect."""
     kv_heads, _, page_size, _ = key_pages.shape
     capacity = table.shape[1] * page_size
@@ -185,7 +202,7 @@ def _by_tiles(query, key_pages, value_pages, lengths, table, reach):
             page, offset = table[:, token // page_size], (token % page_size)[None]
             return key_pages[:, page, offset], value_pages[:, page, offset]
 
-        return invariant.attention(query, lengths, kv_heads, read, reach)
+        return invariant.attention(query, lengths, kv_heads, read, layer)
 
     return choose_rowwise("invariant", lengths > 0)(one_tile, query, lengths, table)
 

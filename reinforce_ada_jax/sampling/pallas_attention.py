@@ -1,5 +1,5 @@
 """Attention of one new token per slot over pages, as Pallas kernels: JAX's own for TPU, and ours for GPU, for pages in
-int8 and for sliding windows on TPU.
+int8, for sliding windows and for attention sinks on TPU.
 
 Same meaning as `paged_attention.paged_attention`, which dispatches here. Both read a slot's live pages only, and run
 inside `shard_map` over the mesh axis `tensor`, each device with its own heads. Pages are assigned in pages.py and
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed.mesh import on_own_part
 from reinforce_ada_jax.policy.quantization import Quantized
-from reinforce_ada_jax.sampling.paged_attention import Pages
+from reinforce_ada_jax.sampling.paged_attention import FULL_SOFTMAX, Pages, Softmax
 from reinforce_ada_jax.sampling.pages import TRITON_TILE, padded_head_dim
 
 # Tokens whose keys and values a TPU core reads at once: 0.5 MiB of VMEM at head dim 128 in bf16, twice buffered. Up to
@@ -45,6 +45,7 @@ def _over_heads(
     *rest: Pages | jax.Array | np.ndarray,
     mesh: Mesh,
     backend: str,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
 ) -> jax.Array:
     """Runs `attend` on every device with its own heads, padded to the head dimension of the pool."""
     head_dim, padded_dim = query.shape[-1], key_pages.shape[-1]
@@ -56,8 +57,9 @@ def _over_heads(
         )
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_dim - head_dim)))
     of_pool, of_query, whole = PartitionSpec("tensor"), PartitionSpec(None, "tensor"), PartitionSpec()
-    in_specs = (of_query, of_pool, of_pool, whole, whole)
+    in_specs = (of_query, of_pool, of_pool, whole, whole, *[of_pool] * (sinks is not None))
     attend = on_own_part(attend, mesh, in_specs=in_specs, out_specs=of_query, always=True)
+    rest = rest if sinks is None else (*rest, sinks)
     return attend(query, key_pages, *rest)[..., :head_dim]
 
 
@@ -88,7 +90,7 @@ def pallas_tpu(
     value_pages: Pages | np.ndarray,
     lengths: Int[Array | np.ndarray, " S"],
     table: Int[Array | np.ndarray, "S width"],
-    start: Int[Array | np.ndarray, " S"] | None = None,
+    softmax: Softmax = FULL_SOFTMAX,
     *,
     mesh: Mesh,
     interpret: bool = False,
@@ -96,8 +98,8 @@ def pallas_tpu(
     """Computes `paged_attention` with JAX's own kernel, which rounds keys and values to bfloat16.
 
     Values beyond a slot's length must be finite: the kernel masks scores by adding to them. Pages in int8 have a kernel
-    of their own: JAX's would make scales as wide as the head, four times the size of the pages. Windows use it too: a
-    slot then sees its tokens from `start` on, which is in its first page.
+    of their own: JAX's would make scales as wide as the head, four times the size of the pages. Windows and sinks use
+    it too: a slot then sees its tokens from `softmax.start` on, which is in its first page.
 
     Raises:
       ValueError: the pool isn't `padded_head_dim` wide, or the page table is too large for a TPU's scalar memory.
@@ -105,7 +107,7 @@ def pallas_tpu(
     slots, width = table.shape
     page_size = key_pages.shape[2]
     blocks, block_pages = tpu_blocks(width, page_size)
-    is_own = isinstance(key_pages, Quantized) or start is not None
+    is_own = isinstance(key_pages, Quantized) or softmax.start is not None or softmax.sinks is not None
     table_bytes = 4 * slots * (blocks * block_pages + 1 + is_own)
     if table_bytes >= TPU_SCALAR_BYTES:
         raise ValueError(
@@ -117,8 +119,10 @@ def pallas_tpu(
     num_cores = getattr(mesh.devices.flat[0], "num_cores", 1)  # CPUs have none
     if is_own:
         own = functools.partial(_tpu_own, block_pages=block_pages, scale=query.shape[-1] ** -0.5, interpret=interpret)
-        seen = _seen(lengths, start)
-        return _over_heads(own, query, key_pages, value_pages, seen, table, mesh=mesh, backend="pallas_tpu")
+        seen = _seen(lengths, softmax.start)
+        return _over_heads(
+            own, query, key_pages, value_pages, seen, table, mesh=mesh, backend="pallas_tpu", sinks=softmax.sinks
+        )
 
     def attend(query, key_pages, value_pages, lengths, table):
         # The generic interpreter: the simulator of a TPU, which the mode is named after, can hang on two cores.
@@ -141,7 +145,7 @@ def pallas_tpu(
 def _tpu_kernel(
     seen_ref,  # [slots * 2], of each slot the first token that it sees, and their end
     table_ref,  # [slots * width]
-    query_ref,  # [K, group, H]
+    inputs,  # queries, [K, group, H], and sinks of the same shape, one number along H; or None
     pools,  # keys and values, each [K, pages, page_size, H], or Quantized; not yet read
     mixed_ref,  # [K, group, H]
     buffers,  # of the same structure: two blocks of pages, [2, block_pages, K, ...]
@@ -150,10 +154,10 @@ def _tpu_kernel(
     scale: float,
 ):
     """Computes all heads of one slot: online softmax over blocks of pages; the next block is copied meanwhile."""
-    slot = pl.program_id(0)
+    slot, (query_ref, sinks_ref) = pl.program_id(0), inputs
     first_token, length = seen_ref[2 * slot], seen_ref[2 * slot + 1]
     width = 2 * table_ref.shape[0] // seen_ref.shape[0]
-    _, block_pages, kv_heads, page_size, head_dim = jax.tree.leaves(buffers[0])[0].shape
+    _, block_pages, _, page_size, head_dim = jax.tree.leaves(buffers[0])[0].shape
     block_tokens, group, dtype = block_pages * page_size, query_ref.shape[1], query_ref.dtype
     num_blocks = pl.cdiv(length, block_tokens)
 
@@ -199,21 +203,29 @@ def _tpu_kernel(
         return tuple(one_head(head, *own) for head, own in enumerate(carry))
 
     pl.when(num_blocks > 0)(lambda: start(0))
-    nothing = (
-        jnp.zeros((1, group, head_dim), jnp.float32),
-        jnp.full((1, group, 1), NO_SCORE, jnp.float32),
-        jnp.zeros((1, group, 1), jnp.float32),
-    )
-    for head, (mixed, _, total) in enumerate(jax.lax.fori_loop(0, num_blocks, one_block, (nothing,) * kv_heads)):
+    begin = _without_tokens(query_ref.shape, sinks_ref)
+    for head, (mixed, _, total) in enumerate(jax.lax.fori_loop(0, num_blocks, one_block, begin)):
         mixed_ref[head] = (mixed / jnp.where(total > 0, total, 1.0))[0].astype(dtype)
 
 
-def _tpu_own(query, key_pages, value_pages, seen, table, *, block_pages: int, scale: float, interpret: bool):
-    """Returns attention of all slots, on one device."""
+def _without_tokens(shape, sinks_ref):
+    """Returns (mixed, largest score, sum) of each head of [K, group, H] before any token."""
+    kv_heads, group, head_dim = shape
+    none = jnp.zeros((1, group, head_dim), jnp.float32), jnp.zeros((1, group, 1), jnp.float32)
+    if sinks_ref is None:
+        return ((none[0], jnp.full((1, group, 1), NO_SCORE, jnp.float32), none[1]),) * kv_heads
+    return tuple((none[0], sinks_ref[head][None, :, :1], none[1] + 1) for head in range(kv_heads))
+
+
+def _tpu_own(query, key_pages, value_pages, *rest, block_pages: int, scale: float, interpret: bool):
+    """Returns attention of all slots, on one device; `rest` are tokens that are seen, table, and sinks if any."""
+    seen, table, *sinks = rest
     (slots, heads, padded_dim), kv_heads = query.shape, key_pages.shape[0]
     query = query.reshape(slots, kv_heads, heads // kv_heads, padded_dim)
     own = pl.BlockSpec((None, *query.shape[1:]), lambda s, *_: (s, 0, 0, 0))
     pools = (key_pages, value_pages)
+    sinks = jnp.broadcast_to(sinks[0].reshape(*query.shape[1:3], 1), query.shape[1:]) if sinks else None
+    of_sinks = None if sinks is None else pl.BlockSpec(sinks.shape, lambda s, *_: (0, 0, 0))
 
     def two_blocks(pool):
         heads, _, *page = pool.shape
@@ -224,7 +236,7 @@ def _tpu_own(query, key_pages, value_pages, seen, table, *, block_pages: int, sc
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(slots,),
-            in_specs=[own, jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pools)],
+            in_specs=[(own, of_sinks), jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pools)],
             out_specs=own,
             scratch_shapes=[jax.tree.map(two_blocks, pools), pltpu.SemaphoreType.DMA((2,))],
         ),
@@ -233,7 +245,7 @@ def _tpu_own(query, key_pages, value_pages, seen, table, *, block_pages: int, sc
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="paged_attention_own",
-    )(seen.reshape(-1), table.reshape(-1), query, pools)
+    )(seen.reshape(-1), table.reshape(-1), (query, sinks), pools)
     return mixed.reshape(slots, heads, padded_dim)
 
 
@@ -298,14 +310,14 @@ def pallas_gpu(
     value_pages: Pages | np.ndarray,
     lengths: Int[Array | np.ndarray, " S"],
     table: Int[Array | np.ndarray, "S width"],
-    start: Int[Array | np.ndarray, " S"] | None = None,
+    softmax: Softmax = FULL_SOFTMAX,
     *,
     mesh: Mesh,
     interpret: bool = False,
 ) -> Float[Array, "S N H"]:
     """Computes `paged_attention` as flash decoding (Dao et al. 2023) in Triton: online softmax in float32.
 
-    With `start`, a token of its first page, a slot sees its tokens from there on.
+    With `softmax.start`, a token of its first page, a slot sees its tokens from there on.
 
     A program reads the live tokens of one slot and kv head; where slots and heads are few, several share them. The
     kernel shipped with JAX is deprecated since 0.11, and rounds unnormalised parts to the query's dtype.
@@ -315,7 +327,7 @@ def pallas_gpu(
     """
     scale = 1 / math.sqrt(query.shape[-1])
 
-    def attend(query, key_pages, value_pages, seen, table):
+    def attend(query, key_pages, value_pages, seen, table, sinks=None):
         (slots, heads, padded_dim), kv_heads = query.shape, key_pages.shape[0]
         group = heads // kv_heads
         rows = max(TRITON_TILE, 1 << (group - 1).bit_length())
@@ -347,11 +359,19 @@ def pallas_gpu(
             interpret=interpret,
             name="paged_attention",
         )(query, (key_pages, value_pages), seen, table)
-        weight = jnp.exp(max_score - max_score.max(axis=2, keepdims=True))
+        largest = max_score.max(axis=2, keepdims=True)
+        if sinks is not None:
+            sinks = jnp.pad(sinks.reshape(1, kv_heads, 1, group), ((0, 0), (0, 0), (0, 0), (0, rows - group)))
+            largest = jnp.maximum(largest, sinks)
+        weight = jnp.exp(max_score - largest)
         total = jnp.sum(total * weight, axis=2)
+        if sinks is not None:
+            total = total + jnp.exp(sinks - largest)[:, :, 0]
         mixed = jnp.sum(mixed * weight[..., None], axis=2) / jnp.where(total > 0, total, 1)[..., None]
         return mixed[:, :, :group].reshape(slots, heads, padded_dim)
 
-    seen = _seen(lengths, start)
-    mixed = _over_heads(attend, query, key_pages, value_pages, seen, table, mesh=mesh, backend="pallas_gpu")
+    seen = _seen(lengths, softmax.start)
+    mixed = _over_heads(
+        attend, query, key_pages, value_pages, seen, table, mesh=mesh, backend="pallas_gpu", sinks=softmax.sinks
+    )
     return mixed.astype(query.dtype)

@@ -96,6 +96,7 @@ def axes(**sizes):
         ("gemma3", axes(context=4), 0, 5),  # windows of 7 tokens, beside a layer without
         ("mistral_window", axes(context=8), 0, 1),
         ("qwen3_moe", axes(fsdp=2, context=2, tensor=2), 0, 5),
+        ("gpt_oss", axes(fsdp=2, context=2, tensor=2), 0, 5),
         *(
             pytest.param(family, axes(fsdp=2, context=4), rank, per_row, marks=pytest.mark.slow)
             for family in ("qwen3", "mistral", "smollm3", "olmo2")

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -22,10 +24,12 @@ from reinforce_ada_jax.learning.platform import (
     micro_batches_per_program,
     micro_rows,
     resolve,
+    special_attention,
     tpu_bytes,
 )
 from reinforce_ada_jax.policy import rounded
 from reinforce_ada_jax.policy.architecture import from_hf
+from tests.policy import recording
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,7 @@ def test_gpus_without_cudnn_for_these_rows_compute_in_blocks():
     [
         (dict(capability="8.0"), "packed rows need compute capability 9.0, not 8.0"),
         (dict(name="cpu"), "the device has no cuDNN"),
-        (dict(capability="9.0", window=512), "the model has sliding windows"),
+        (dict(capability="9.0", special="sliding windows"), "the model has sliding windows"),
         (dict(capability="9.0", context=2), "mesh.context cuts rows"),
         (dict(dtype=jnp.float32, capability="9.0"), "cuDNN takes no float32"),
     ],
@@ -120,6 +124,19 @@ def test_gpus_without_cudnn_for_these_rows_compute_in_blocks():
 def test_cudnn_is_refused_where_it_cannot_compute(changes, reason):
     with pytest.raises(ValueError, match=f"learning.attention is 'cudnn', and {reason}: set it to 'auto'"):
         resolve(learning=LearningConfig(attention="cudnn"), **(GPU | changes))
+
+
+@pytest.mark.parametrize(("family", "reason"), [("gpt_oss", "sinks of attention"), ("gemma3", "sliding windows")])
+def test_what_cudnn_lacks_follows_from_the_model(family, reason):
+    architecture, learning = recording.golden(family)[0], LearningConfig(attention="cudnn")
+    # Sinks are refused in a model without a window, too.
+    architecture = dataclasses.replace(architecture, window=architecture.window * (family == "gemma3"))
+    settings = GPU | dict(capability="9.0", special=special_attention(architecture))
+    with pytest.raises(ValueError, match=f"learning.attention is 'cudnn', and the model has {reason}"):
+        resolve(learning=learning, **settings)
+    chosen = resolve(learning=LearningConfig(), **settings)
+    assert (chosen.attention, chosen.refusal) == ("blocks", f"the model has {reason}")
+    assert special_attention(recording.golden("llama")[0]) == ""
 
 
 def test_parts_of_rows_are_whole_blocks_of_splash_attention():

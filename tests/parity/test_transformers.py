@@ -108,6 +108,28 @@ MODELS = {
     "olmoe-renormalized": transformers.OlmoeConfig(
         **SIZES | dict(num_key_value_heads=4), num_experts=4, num_experts_per_tok=3, norm_topk_prob=True, pad_token_id=0
     ),
+    "gpt-oss-five-layers": transformers.GptOssConfig(
+        **SIZES | dict(num_hidden_layers=5, intermediate_size=24),
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=4,
+        swiglu_limit=2.0,
+        sliding_window=6,
+        rope_parameters=make_golden.GPT_OSS_ROPE,
+    ),
+    "gpt-oss-tied-no-groups": transformers.GptOssConfig(
+        **SIZES | dict(num_key_value_heads=4, intermediate_size=40),
+        tie_word_embeddings=True,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+        swiglu_limit=3.0,
+        sliding_window=9,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters=dict(
+            rope_type="yarn", factor=32.0, original_max_position_embeddings=32, rope_theta=150000.0, beta_fast=9.0
+        ),
+    ),
     "olmo2-tied-group-of-2": transformers.Olmo2Config(**SIZES, tie_word_embeddings=True, pad_token_id=0),
     "llama-plain-untied-no-groups": transformers.LlamaConfig(
         **SIZES | dict(num_key_value_heads=4), tie_word_embeddings=False, rms_norm_eps=1e-5
@@ -121,7 +143,7 @@ def models(request, tmp_path_factory):
     for seed in range(100, 120):
         theirs = make_golden.random_model(MODELS[request.param], seed)
         try:
-            recorded = make_golden.record(theirs, seed, length=40, count=32)
+            recorded = make_golden.record(theirs, seed, length=40, count=64 if "gpt-oss" in request.param else 32)
         except ValueError:
             continue
         folder = tmp_path_factory.mktemp("theirs")

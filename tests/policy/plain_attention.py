@@ -10,7 +10,8 @@ from reinforce_ada_jax.distributed.mesh import cut_rows, join_rows
 from reinforce_ada_jax.policy.transformer import LayerPlace, causal_attend
 
 
-def make_case(length, heads, kv_heads, head_dim, rows=2):
+def make_case(length, heads, kv_heads, head_dim, rows=2, *, sinks=False):
+    """((query, key, value), segment ids); with sinks a fourth array, [heads]."""
     rng = np.random.default_rng(0)
     sizes = ((rows, length, heads, head_dim), *[(rows, length, kv_heads, head_dim)] * 2)
     # Larger than unit, so that some scores decide alone and some do not.
@@ -18,7 +19,10 @@ def make_case(length, heads, kv_heads, head_dim, rows=2):
     # Two and four sequences, and padding behind them, all over the blocks' edges.
     ends = np.array([[100, 230, 230, 230], [7, 128, 150, 201]])[:rows]
     segment_ids = (np.arange(length)[None, :, None] >= ends[:, None]).sum(axis=-1).astype(np.int32)
-    return (query, key, value), jnp.asarray(segment_ids)
+    arrays = query, key, value
+    if sinks:  # some far below all scores, some far above
+        arrays = *arrays, jnp.linspace(-20.0, 20.0, heads)
+    return arrays, jnp.asarray(segment_ids)
 
 
 @functools.partial(jax.jit, static_argnames=("attend", "window"))
@@ -26,7 +30,8 @@ def _both(arrays, segment_ids, attend, window, slides):
     """(mixed, gradients of a sum in which every element has a weight of its own)."""
 
     def weighted(arrays):
-        mixed, carry, kept = attend(*arrays, LayerPlace(0, window, slides), None, segment_ids=segment_ids)
+        place = LayerPlace(0, window, slides, *arrays[3:])
+        mixed, carry, kept = attend(*arrays[:3], place, None, segment_ids=segment_ids)
         assert carry is None and kept is None
         return jnp.vdot(mixed, jax.random.normal(jax.random.key(1), mixed.shape)), mixed
 
@@ -38,7 +43,7 @@ def in_parts(attend, count):
     """An attention of whole rows by one of their parts."""
 
     def whole(*arguments, segment_ids=None):
-        *arrays, layer, carry = arguments
+        *arrays, layer, carry = arguments  # sinks are in the layer
         parts, ids = [cut_rows(x, count) for x in arrays], None if segment_ids is None else cut_rows(segment_ids, count)
         mixed, *rest = attend(*parts, layer, carry, segment_ids=ids)
         return join_rows(mixed, count), *rest

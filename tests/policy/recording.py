@@ -17,6 +17,7 @@ from reinforce_ada_jax.policy import huggingface, layers, transformer
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 FAMILIES = (
     "qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2", "mistral_window", "gemma3", "olmo3", "qwen3_moe", "olmoe",
+    "gpt_oss",
 )  # fmt: skip
 
 
@@ -50,7 +51,8 @@ def _modules(architecture, params, recording):
         }  # fmt: skip
     slides = jnp.asarray(architecture.num_layers - 1 in architecture.sliding_layers) if architecture.window else None
     query, key, value = layer.attention.project(into["attention"], positions, slides)
-    place = transformer.LayerPlace(0, architecture.window, slides)
+    sinks = layer.attention.sinks[...] if architecture.attention_sinks else None
+    place = transformer.LayerPlace(0, architecture.window, slides, sinks)
     mixed, _, _ = transformer.causal_attend(query, key, value, place, None)
     return {
         "frequencies": layers.rotary_frequencies(architecture),

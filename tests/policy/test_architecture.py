@@ -99,15 +99,30 @@ OLMOE_1B_7B = {
     "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
     "tie_word_embeddings": False, "vocab_size": 50304,
 }  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+    "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
+                                                       "model.embed_tokens", "lm_head"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
 PUBLISHED = {
     "qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B, "mistral": MISTRAL_7B, "smollm3": SMOLLM3_3B,
     "olmo2": OLMO2_1B, "olmo3": OLMO3_7B, "gemma3_text": GEMMA3_1B, "gemma3": GEMMA3_4B, "qwen3_moe": QWEN3_30B_A3B,
-    "olmoe": OLMOE_1B_7B,
+    "olmoe": OLMOE_1B_7B, "gpt_oss": GPT_OSS_20B,
 }  # fmt: skip
 COUNTS = {
     "qwen2": 1543714304, "qwen3": 4022468096, "llama": 3212749824, "mistral": 7248023552, "smollm3": 3075098624,
     "olmo2": 1484916736, "olmo3": 7298011136, "gemma3_text": 999885952, "gemma3": 3880263168,
-    "qwen3_moe": 30532122624, "olmoe": 6919161856,
+    "qwen3_moe": 30532122624, "olmoe": 6919161856, "gpt_oss": 20914757184,
 }  # fmt: skip
 
 
@@ -255,6 +270,38 @@ def test_what_is_refused_of_experts(change, message):
         from_hf(OLMOE_1B_7B | change)
 
 
+def test_gpt_oss_reads_field_by_field():
+    oss = from_hf(GPT_OSS_20B)
+    assert (oss.sliding_layers, oss.window, oss.sliding_theta) == (tuple(range(0, 24, 2)), 128, None)
+    assert oss.rope_scaling == RopeScaling(32.0, 1.0, 32.0, 4096, "yarn", 0.1 * math.log(32) + 1, truncates=False)
+    assert (oss.qkv_bias, oss.output_bias, oss.attention_sinks, oss.tied_embedding) == (True, True, True, False)
+    assert (oss.num_experts, oss.experts_per_token, oss.expert_size, oss.renormalizes_experts) == (32, 4, 2880, True)
+    assert (oss.expert_limit, oss.head_dim, oss.norm_epsilon, oss.rope_theta) == (7.0, 64, 1e-5, 150000.0)
+    # The 28 experts that a token does not meet have two matrices and their biases. The model card has 3.6 billion
+    # active weights: these without the embedding.
+    assert oss.active_parameters == 20914757184 - 24 * 28 * (3 * 2880 * 2880 + 3 * 2880) == 4187440704
+    # What transformers leaves out.
+    short = {key: GPT_OSS_20B[key] for key in GPT_OSS_20B.keys() - {"layer_types", "swiglu_limit", "attention_bias"}}
+    assert from_hf(short) == oss
+    assert from_hf(GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": None}) == (
+        dataclasses.replace(oss, num_layers=36, num_experts=128, sliding_layers=tuple(range(0, 36, 2)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": False}, "sets attention_bias = False"),
+        ({"swiglu_alpha": 1.0}, "sets swiglu_alpha = 1.0"),
+        ({"swiglu_limit": "7"}, "swiglu_limit = '7'; it must be a number above 0"),
+        ({"num_experts_per_tok": 33}, "num_experts_per_tok = 33; it must be at most num_experts, 32"),
+    ],
+)
+def test_what_is_refused_of_gpt_oss(change, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(GPT_OSS_20B | change)
+
+
 def test_no_stop_token_and_several():
     assert from_hf(QWEN3_4B | {"eos_token_id": None}).eos_ids == ()
     assert from_hf(QWEN3_4B | {"eos_token_id": [7, 8]}).eos_ids == (7, 8)
@@ -308,7 +355,7 @@ def test_null_is_no_value():
                     "mscale": 1.0,
                 }
             },
-            "'yarn' with mscale, truncate, which no released model",
+            "'yarn' with mscale, which no released model",
         ),
         (
             {

@@ -27,6 +27,18 @@ def test_a_window_is_that_of_plain_attention(slides):
     check_attention(blocked_attention.attend, arrays, segment_ids, 50, jnp.asarray(slides))
 
 
+@pytest.mark.parametrize(("length", "window", "slides"), [(40, 0, None), (300, 50, True)])
+def test_sinks_are_those_of_plain_attention(length, window, slides):
+    arrays, segment_ids = make_case(length, 4, 2, 16, sinks=True)
+    check_attention(blocked_attention.attend, arrays, segment_ids, window, None if slides is None else jnp.bool(slides))
+
+
+def test_parts_of_rows_have_the_sinks_of_their_heads():
+    arrays, segment_ids = make_case(300, 4, 2, 16, sinks=True)
+    attend = functools.partial(blocked_attention.attend_parts, mesh=make_mesh(data=2, context=2, tensor=2))
+    check_attention(in_parts(attend, 2), arrays, segment_ids)
+
+
 # Parts of 75 tokens, in two blocks, and of 150.
 @pytest.mark.parametrize(
     ("axes", "segmented", "slides"),

@@ -70,6 +70,44 @@ def test_no_token_is_dropped_where_all_choose_the_same_expert():
     np.testing.assert_allclose(compute(ARCHITECTURE, *arguments), token_by_token(ARCHITECTURE, *arguments), atol=2e-5)
 
 
+def test_the_swiglu_of_gpt_oss_is_clamped():
+    # By turns of gate and up. Of the gate 9 becomes 7, and -9 stays; of the others 8 becomes 7 and -8 becomes -7.
+    numbers = jnp.array([[2.0, 0.5, 9.0, 8.0, -9.0, -8.0]])
+    # (up + 1) gate / (1 + exp(-1.702 gate))
+    wanted = 1.5 * 2 / (1 + np.exp(-3.404)), 8 * 7 / (1 + np.exp(-11.914)), -6 * -9 / (1 + np.exp(15.318))
+    np.testing.assert_allclose(experts.clamped_swiglu(numbers, 7.0), [wanted], rtol=1e-6)
+
+
+def test_experts_of_gpt_oss_are_those_of_each_token_alone():
+    architecture = dataclasses.replace(RENORMALIZED, expert_limit=7.0)
+    x, router, gate, up, down = example()
+    gate, up = 4 * gate, 4 * up
+    rng = np.random.default_rng(1)
+    biases = experts.Biases(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5,), (5, 8), (5, 6))))
+    both = jnp.stack([gate, up], axis=-1).reshape(5, 6, 8)
+    wanted, most = np.zeros(x.shape), 0.0
+    for place in np.ndindex(x.shape[:2]):
+        token = np.asarray(x[place], np.float64)
+        logits = token @ router + biases.router
+        chosen = np.argsort(-logits)[:2]
+        for expert, weight in zip(chosen, jax.nn.softmax(logits[chosen]), strict=True):
+            numbers = token @ both[expert] + biases.gate_up[expert]
+            hidden = experts.clamped_swiglu(jnp.asarray(numbers, jnp.float32)[None], 7.0)[0]
+            wanted[place] += weight * (hidden @ down[expert] + biases.down[expert])
+            most = max(most, numbers.max())
+    np.testing.assert_allclose(compute(architecture, x, router, both, None, down, biases), wanted, rtol=1e-4, atol=1e-4)
+    assert most > 14
+
+
+def test_the_golden_notices_a_model_without_sinks():
+    architecture, params, recorded = recording.golden("gpt_oss")
+    attention = params["layers"]["attention"]
+    without = attention | {"sinks": jnp.full_like(attention["sinks"], -1e9)}
+    params = params | {"layers": params["layers"] | {"attention": without}}
+    logits = transformer.logits(architecture, params, jnp.asarray(recorded["tokens"]))
+    assert np.abs(logits - recorded["logits"])[:, -1].max() > 0.1
+
+
 def test_a_token_of_padding_reaches_no_other():
     x, *weights = example()
     spoiled = compute(ARCHITECTURE, x.at[1, 4:].set(jnp.nan), *weights)
@@ -121,22 +159,22 @@ def test_the_router_is_the_same_in_learner_and_sampler():
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_adapters_go_on_attention_alone():
-    architecture, params, recorded = recording.golden("olmoe")
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_adapters_go_on_attention_alone(family):
+    architecture, params, recorded = recording.golden(family)
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     chosen, tokens = lora.Lora(4, 8.0, attention), jnp.asarray(recorded["tokens"])
     policy = lora.adapted(params, random_adapters(architecture, chosen), chosen)
     logits = transformer.logits(architecture, policy, tokens)
     np.testing.assert_allclose(transformer.logits(architecture, lora.merged(policy), tokens), logits, atol=1e-4)
     assert np.abs(logits - recorded["logits"]).max() > 0.1
-    message = (
-        r"experts of olmoe can't have adapters on up_proj, down_proj: set lora.targets to q_proj,k_proj,v_proj,o_proj"
-    )
-    with pytest.raises(ValueError, match=message):
+    message = f"experts of {family} can't have adapters on up_proj, down_proj: set lora.targets to "
+    with pytest.raises(ValueError, match=f"{message}q_proj,k_proj,v_proj,o_proj"):
         lora.adapter_shapes(architecture, lora.Lora(4, 8.0, (*attention, "up_proj", "down_proj")))
 
 
-def test_matrices_in_int8_are_refused_before_any_weight_is_read():
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_matrices_in_int8_are_refused_before_any_weight_is_read(family):
     options = dataclasses.replace(tiny.OPTIONS, weight_dtype="int8")
-    with pytest.raises(ValueError, match="weight_dtype is 'int8', and the experts of olmoe .*set it to 'model'"):
-        Engine(recording.golden("olmoe")[0], options, mesh=mesh_lib.make_mesh())
+    with pytest.raises(ValueError, match=f"weight_dtype is 'int8', and the experts of {family} .*set it to 'model'"):
+        Engine(recording.golden(family)[0], options, mesh=mesh_lib.make_mesh())

@@ -123,10 +123,10 @@ def test_eight_devices_equal_one(tmp_path, family):
     assert_same(sharded, params)
     shardings = transformer.param_shardings(architecture, mesh)
     assert jax.tree.map(lambda x: x.sharding, sharded) == shardings
-    gate = sharded["layers"]["mlp"]["expert_gate" if architecture.num_experts else "gate"]
+    down = sharded["layers"]["mlp"]["expert_down" if architecture.num_experts else "down"]
     width = architecture.expert_size or architecture.ffn_size
-    wanted = {(2, *[architecture.num_experts] * (architecture.num_experts > 0), 16, width // 2)}
-    assert {shard.data.shape for shard in gate.addressable_shards} == wanted
+    wanted = {(2, *[architecture.num_experts] * (architecture.num_experts > 0), width // 2, 16)}
+    assert {shard.data.shape for shard in down.addressable_shards} == wanted
     recording.check_logits(architecture, sharded, recorded)
     huggingface.save(tmp_path / "saved", architecture, sharded)
     assert_same(huggingface.load(tmp_path / "saved")[1], params)

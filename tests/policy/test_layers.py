@@ -101,6 +101,10 @@ def test_yarn_interpolates_by_index_and_scales_queries_and_keys():
     x, position = jnp.ones((1, 1, 1, 16)), jnp.array([[0]])
     turned = rotary.rotate(x, position, layers.rotary_frequencies(yarn), layers.rotary_factor(yarn))
     np.testing.assert_array_equal(turned, 1.5)
+    # Without whole numbers the indices are 2.98966 and 6: 3, 4, 5 keep 0.99657, 0.66438, 0.33219.
+    exact = dataclasses.replace(yarn, rope_scaling=dataclasses.replace(scaling, truncates=False))
+    kept = np.array([1, 1, 1, 0.99657, 0.66438, 0.33219, 0, 0])
+    np.testing.assert_allclose(layers.rotary_frequencies(exact), plain * (kept + (1 - kept) / 4), rtol=1e-4)
     # A sliding layer has neither.
     slides = jnp.bool(True)
     np.testing.assert_allclose(layers.rotary_frequencies(yarn, slides), plain, rtol=1e-5)

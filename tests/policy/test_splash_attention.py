@@ -33,6 +33,14 @@ def test_a_window_is_that_of_plain_attention(slides):
     check_attention(attend, arrays, segment_ids, 50, jnp.asarray(slides))
 
 
+@pytest.mark.parametrize(("slides", "axes"), [(None, {}), (True, dict(data=2, tensor=2))])
+def test_sinks_are_those_of_plain_attention(slides, axes):
+    arrays, segment_ids = make_case(240, 4, 2, 64, sinks=True)
+    attend = functools.partial(splash_attention.attend, mesh=make_mesh(**axes), interpret=True)
+    window, slides = (0, None) if slides is None else (50, jnp.asarray(slides))
+    check_attention(attend, arrays, segment_ids, window, slides)
+
+
 # Parts of 128 tokens and of 256, each a block.
 @pytest.mark.parametrize(
     ("axes", "segmented", "slides"),

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +8,11 @@ import pytest
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import transformer
+from reinforce_ada_jax.policy.architecture import RopeScaling
 from tests.policy import recording
 
 FAMILIES = recording.FAMILIES
+GPT_OSS_ROPE = RopeScaling(8.0, 2.0, 50.0, 640, "yarn", 0.1 * math.log(8.0) + 1.0, truncates=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,6 +38,14 @@ def test_equals_transformers(family, check):
         ("qwen3_moe", dict(renormalizes_experts=False)),
         ("olmoe", dict(renormalizes_experts=True)),
         ("qwen3_moe", dict(experts_per_token=3)),
+        ("gpt_oss", dict(window=6)),
+        ("gpt_oss", dict(window=8)),
+        ("gpt_oss", dict(sliding_layers=(1,))),
+        ("gpt_oss", dict(renormalizes_experts=False)),
+        ("gpt_oss", dict(expert_limit=7.0)),
+        ("gpt_oss", dict(rope_scaling=None)),
+        ("gpt_oss", dict(rope_scaling=dataclasses.replace(GPT_OSS_ROPE, truncates=True))),
+        ("gpt_oss", dict(rope_scaling=dataclasses.replace(GPT_OSS_ROPE, attention_factor=1.0))),
     ],
 )
 def test_the_golden_notices_what_sets_families_apart(family, changes):
@@ -42,6 +53,10 @@ def test_the_golden_notices_what_sets_families_apart(family, changes):
     changed = dataclasses.replace(architecture, **changes)
     difference = transformer.logits(changed, params, jnp.asarray(recorded["tokens"])) - recorded["logits"]
     assert jnp.abs(difference[:, -1]).max() > 0.1
+
+
+def test_the_scaling_of_the_golden_is_the_one_that_is_changed():
+    assert recording.golden("gpt_oss")[0].rope_scaling == GPT_OSS_ROPE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.policy.transformer import LayerPlace
 from reinforce_ada_jax.sampling.chunks import chunk_attention, next_chunk, visible_pages
 from reinforce_ada_jax.sampling.page_writes import write_pages
 from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention
@@ -45,10 +46,11 @@ def test_visible_pages_are_in_the_order_of_the_tables():
     assert int(visible_pages(table, jnp.zeros(3, jnp.int32), 4, 11).num_pages) == 0
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("reach", [None, 6])
 @pytest.mark.parametrize("dtype", [jnp.float32, None], ids=["float32", "int8"])
 @pytest.mark.parametrize(("page_size", "pages"), [(4, 40), (100, 12)])  # several pages in a batch, and several batches
-def test_attention_is_that_of_the_decode_step(page_size, pages, dtype, reach):
+def test_attention_is_that_of_the_decode_step(page_size, pages, dtype, reach, has_sinks):
     rng = np.random.default_rng(0)
     key_pages, value_pages = rng.normal(size=(2, 2, 2 * pages, page_size, 8)).astype(np.float32)  # K L*pages page H
     table = np.zeros((7, 5), np.int32)
@@ -57,7 +59,8 @@ def test_attention_is_that_of_the_decode_step(page_size, pages, dtype, reach):
     lengths = (np.array([4.5, 4.5, 0.2, 3, 2.6, 2.5, 0]) * page_size).astype(np.int32)
     lengths[1] += 1
     query = rng.normal(size=(7, 4, 8)).astype(np.float32)
-    reach = None if reach is None else jnp.int32(reach)
+    slides, sinks = None if reach is None else jnp.bool(True), jnp.linspace(-9.0, 9.0, 4) if has_sinks else None
+    layer = LayerPlace(1, reach or 0, slides, sinks)
 
     @jax.jit
     def both(query, lengths, table, *contents):
@@ -65,8 +68,8 @@ def test_attention_is_that_of_the_decode_step(page_size, pages, dtype, reach):
         visible = visible_pages(table, lengths, page_size, pages)
         heads, page = jnp.arange(2)[:, None], jnp.arange(2 * pages)[None]
         pools = [write_pages(empty_pages(x.shape, dtype), x, heads, page) for x in contents]
-        mixed = chunk_attention(query, *pools, lengths, table, visible, pages, reach)
-        return mixed, paged_attention(query, *pools, lengths, pages + table, backend="jnp", reach=reach)
+        mixed = chunk_attention(query, *pools, lengths, table, visible, pages, layer)
+        return mixed, paged_attention(query, *pools, lengths, pages + table, backend="jnp", layer=layer)
 
     mixed, expected = both(query, lengths, table, key_pages, value_pages)
     np.testing.assert_allclose(mixed, expected, atol=1e-5)

@@ -7,8 +7,9 @@ import pytest
 
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy.quantization import quantize
+from reinforce_ada_jax.policy.transformer import LayerPlace
 from reinforce_ada_jax.sampling import pallas_attention
-from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention, seen_pages
+from reinforce_ada_jax.sampling.paged_attention import Softmax, empty_pages, paged_attention, seen_pages
 from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim, pallas_gpu, pallas_tpu, tpu_blocks
 
 WIDTH = 4
@@ -54,27 +55,28 @@ def wider(pages, backend):
     return np.pad(pages, ((0, 0), (0, 0), (0, 0), (0, padded_head_dim(head_dim, backend) - head_dim)))
 
 
-def run(backend, case, dtype=jnp.float32, reach=None, **axes):
+def run(backend, case, dtype=jnp.float32, reach=None, sinks=None, **axes):
     query, key_pages, value_pages, lengths, table = case
     start = None
     if reach is not None:
         lengths, table, start = seen_pages(lengths, table, key_pages.shape[2], reach)
     attend = functools.partial(FUNCTIONS[backend], mesh=make_mesh(**axes), interpret=True)
     pools = (jnp.asarray(wider(pages, backend), dtype) for pages in (key_pages, value_pages))
-    mixed = jax.jit(attend)(jnp.asarray(query, dtype), *pools, lengths, table, start)
+    mixed = jax.jit(attend)(jnp.asarray(query, dtype), *pools, lengths, table, Softmax(start, sinks))
     assert mixed.dtype == dtype and mixed.shape == query.shape
     return np.asarray(mixed, np.float32)
 
 
-def expected(case, dtype=jnp.float32, reach=None):
+def expected(case, dtype=jnp.float32, reach=None, sinks=None):
     """By the jnp backend, with zeros where no slot looks (it doesn't take NaN there)."""
     query, key_pages, value_pages, lengths, table = case
     clean = (jnp.asarray(np.nan_to_num(pages), dtype) for pages in (key_pages, value_pages))
-    return np.asarray(by_jnp(jnp.asarray(query, dtype), *clean, lengths, table, reach=reach), np.float32)
+    layer = LayerPlace(0, *(() if reach is None else (reach, jnp.bool(True))))._replace(sinks=sinks)
+    return np.asarray(by_jnp(jnp.asarray(query, dtype), *clean, lengths, table, layer=layer), np.float32)
 
 
-def windowed(case, reach):
-    """Softmax of each slot over its last `reach` tokens alone, in numpy."""
+def windowed(case, reach, sinks=None):
+    """Softmax of each slot over its last `reach` tokens alone, and the sink of a head, in numpy."""
     query, key_pages, value_pages, lengths, table = (np.nan_to_num(part) for part in case)
     kv_heads, _, page_size, head_dim = key_pages.shape
     mixed = np.zeros_like(query)
@@ -86,8 +88,10 @@ def windowed(case, reach):
         for head, vector in enumerate(query[slot]):
             own = head * kv_heads // query.shape[1]
             scores = key_pages[own, page, offset] @ vector / head_dim**0.5
-            weights = np.exp(scores - scores.max())
-            mixed[slot, head] = weights @ value_pages[own, page, offset] / weights.sum()
+            sink = -np.inf if sinks is None else sinks[head]
+            largest = max(scores.max(), sink)
+            weights = np.exp(scores - largest)
+            mixed[slot, head] = weights @ value_pages[own, page, offset] / (weights.sum() + np.exp(sink - largest))
     return mixed
 
 
@@ -149,6 +153,23 @@ def test_a_window_hides_what_lies_before_it(backend, sizes, reach):
     reach = jnp.int32(reach)
     mixed = expected(case, reach=reach) if backend == "jnp" else run(backend, case, reach=reach, **axes)
     np.testing.assert_allclose(mixed, windowed(case, int(reach)), atol=1e-5, rtol=0)
+
+
+# Scores are within some 4: sinks that change nothing, decide with them, and take nearly all.
+@pytest.mark.parametrize("reach", [None, 33])
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[4]], ids=str)
+@pytest.mark.parametrize("backend", ["jnp", *FUNCTIONS])
+def test_sinks_are_in_the_denominator(backend, sizes, reach):
+    *sizes, axes = sizes
+    case = make_case(*sizes, 1e4)
+    sinks = np.linspace(-20.0, 20.0, sizes[2]).astype(np.float32)
+    limit = None if reach is None else jnp.int32(reach)
+    if backend == "jnp":
+        mixed = expected(case, reach=limit, sinks=sinks)
+    else:
+        mixed = run(backend, case, reach=limit, sinks=sinks, **axes)
+    np.testing.assert_allclose(mixed, windowed(case, reach or 10**6, sinks), atol=1e-5, rtol=0)
+    assert not mixed[0].any()
 
 
 @pytest.mark.parametrize("backend", FUNCTIONS)

@@ -43,6 +43,10 @@ OLMO3_ROPE = {  # of wavelengths 6, 63, 628, ... by an original length of 640: t
         "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.25,
     },
 }  # fmt: skip
+GPT_OSS_ROPE = {  # interpolates between indices 0.62 and 3.41; rounded, these are 0 and 4
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 640,
+    "beta_fast": 50.0, "beta_slow": 2.0, "truncate": False,
+}  # fmt: skip
 CONFIGS = {
     "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-6),
     "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16, rms_norm_eps=1e-6),
@@ -79,15 +83,25 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters=OLMO3_ROPE,
     ),
+    "gpt_oss": transformers.GptOssConfig(
+        **SIZES | dict(intermediate_size=24),
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        swiglu_limit=2.5,  # beyond it are a tenth of the numbers
+        sliding_window=7,
+        rope_parameters=GPT_OSS_ROPE,
+    ),
 }
 
 
 # Where the family's number gives two tokens that are equally likely.
-SEEDS = {"smollm3": 10}
+SEEDS = {"smollm3": 10, "gpt_oss": 12}
 
 
 def random_model(config: transformers.PreTrainedConfig, seed: int) -> transformers.PreTrainedModel:
-    """A model with N(0, 1/4) biases, norms of 1 + N(0, 1/16), a N(0, 1/D) embedding and N(0, 2.25/fan_in) matrices.
+    """A model with N(0, 1/4) biases, norms (and sinks) of 1 + N(0, 1/16), a N(0, 1/D) embedding and other matrices of
+    N(0, 2.25/fan_in).
 
     Smaller matrices would let the embedding decide: a tied model then repeats its last token, and its greedy
     continuation shows nothing.
@@ -97,8 +111,10 @@ def random_model(config: transformers.PreTrainedConfig, seed: int) -> transforme
     with torch.no_grad():
         for name, weight in model.named_parameters():
             values = torch.randn(weight.shape, generator=generator)
-            if name.endswith(".bias"):
+            if name.endswith((".bias", "_proj_bias")):
                 weight.copy_(0.5 * values)
+            elif config.model_type == "gpt_oss" and name.endswith("gate_up_proj"):
+                weight.copy_(1.5 * values * config.hidden_size**-0.5)  # [E, D, Y]: the fan-in is not the last axis
             elif weight.ndim == 1:
                 weight.copy_(1 + 0.25 * values)
             else:
