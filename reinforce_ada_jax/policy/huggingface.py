@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.mesh import place
 from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
-from reinforce_ada_jax.policy import gguf_files, transformer, weight_files
+from reinforce_ada_jax.policy import gguf_files, mxfp4, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
 
 # Our weight: (its axes, Hugging Face's name, the axes there). Letters written together are one axis there. A torch
@@ -234,7 +234,7 @@ def check_weights(folder: pathlib.Path, architecture: Architecture) -> dict[str,
 
     Raises ValueError where a file or a tensor is missing, or does not fit the architecture.
     """
-    headers = _text_headers(weight_files.read_headers(weight_files.find(folder)))
+    headers = mxfp4.joined(_text_headers(weight_files.read_headers(weight_files.find(folder))))
     _check(folder, architecture, headers)
     if architecture.tied_embedding and "lm_head.weight" in headers:
         _check_tied_head(folder, headers)
@@ -267,13 +267,13 @@ def load(
 ) -> tuple[Architecture, transformer.Params]:
     """Returns a Hugging Face folder's architecture and weights, sharded from the start if a mesh is given.
 
-    Beyond the result, at most one tensor of the files is in the host's memory, or twice one of the three matrices of
-    all experts of a layer. The devices hold one layer more, and at the end a second copy of what is outside of the
+    Beyond the result, at most one tensor of the files is in the host's memory, or twice one of the matrices of all
+    experts of a layer. The devices hold one layer more, and at the end a second copy of what is outside of the
     layers (embedding, head).
 
     Args:
-      folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16; or a
-        GGUF file, or a folder that holds one.
+      folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16, experts
+        of gpt-oss also in MXFP4; or a GGUF file, or a folder that holds one.
       mesh: where the weights live; None: the default device.
       dtype: of the result.
 
@@ -295,11 +295,15 @@ def load(
     for name, part in wanted.items():
         by_layer.setdefault(part.layer, {}).setdefault(part.weight, []).append(name)
     with contextlib.ExitStack() as stack:
-        files = sorted({header.file for header in headers.values()})
+        scales = [header.scales for header in headers.values() if header.scales is not None]
+        files = sorted({header.file for header in (*headers.values(), *scales)})
         opened = {file: stack.enter_context(_opened(file)) for file in files}
 
         def tensor(name: str) -> np.ndarray:
-            value = opened[headers[name].file].get_tensor(headers[name].name)
+            header = headers[name]
+            value = opened[header.file].get_tensor(header.name)
+            if header.scales is not None:
+                value = mxfp4.numbers(value, opened[header.scales.file].get_tensor(header.scales.name))
             remedy = "Fetch the folder again; if a training wrote it, export an earlier checkpoint of that run."
             weight_files.check_finite(str(folder), name, value, remedy)
             return value

@@ -36,6 +36,7 @@ class Header:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    scales: "Header | None" = None  # of a tensor whose blocks these are (`mxfp4.py`)
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from reinforce_ada_jax.policy import huggingface, transformer
+from reinforce_ada_jax.policy import huggingface, mxfp4, transformer
 from tests.golden.transformers import make_golden
 from tests.parity.published import from_pretrained
 from tests.policy import recording
@@ -277,6 +278,16 @@ def test_the_text_part_of_an_image_model(tmp_path, prefix):
     assert type(again).__name__ == "Gemma3ForCausalLM"
     with torch.no_grad():
         np.testing.assert_allclose(again(torch.from_numpy(tokens).long()).logits.numpy(), wanted, atol=1e-5)
+
+
+def test_mxfp4_is_read_as_transformers_does():
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(256, size=(3, 10, 4, 16), dtype=np.uint8)
+    scales = rng.integers(1, 250, size=(3, 10, 4), dtype=np.uint8)
+    wanted = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+    ours = mxfp4.numbers(blocks, scales)
+    assert ours.shape == wanted.shape == (3, 128, 10) and wanted.dtype == torch.bfloat16
+    np.testing.assert_array_equal(ours.astype(np.float32), wanted.float().numpy())
 
 
 def test_a_tied_export_has_no_head(tmp_path):
