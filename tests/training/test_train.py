@@ -342,6 +342,7 @@ def test_without_its_checkpoints_a_run_says_that_it_begins_again(start, tmp_path
     assert len(writers.read_metrics(workdir)) == 1
 
 
+@pytest.mark.slow  # test_draw_ahead.py has such a run that goes on, and the runs above resume
 def test_more_iterations(unbroken, tmp_path, capsys):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     train.main(config_lib.replaced(saved_config(workdir), {"iterations": ITERATIONS + 2}), workdir)
