@@ -40,7 +40,7 @@ class DraftModel:
 
     def __init__(self, options: EngineOptions):
         self._options = options
-        self._prompts = np.zeros((options.open_prompts, options.max_prompt_tokens), np.int32)
+        self._prompts = np.zeros((options.open_prompts, options.longest_prompt), np.int32)
         self._row = np.zeros(options.open_prompts, np.int32)
         self._texts = np.full((options.draft_texts, options.max_response_tokens), drafts.NONE, np.int32)
         self._recent = np.zeros((options.open_prompts, 2), np.int32)

@@ -98,10 +98,10 @@ BOOLEANS = {
 ZERO_ALLOWED = ("drafts", "pages", "open_prompts", "seed", "threads")
 # Settings of each variant of `iteration`; prompts, seeds and everything else are alike.
 VARIANTS = {
-    "rounds": {"collection.barrier": False, "collection.overlap_iterations": 0},
-    "barrier": {"collection.barrier": True, "collection.overlap_iterations": 0},
-    "overlap": {"collection.barrier": False, "collection.overlap_iterations": 1},
-    "invariant": {"collection.barrier": False, "collection.overlap_iterations": 0, "model.numerics": "invariant"},
+    "rounds": {"collection.barrier": False, "collection.overlap": "none"},
+    "barrier": {"collection.barrier": True, "collection.overlap": "none"},
+    "overlap": {"collection.barrier": False, "collection.overlap": "finish"},
+    "invariant": {"collection.barrier": False, "collection.overlap": "none", "model.numerics": "invariant"},
 }
 DEFAULT_VARIANTS = ("rounds", "barrier", "overlap")  # possible with any configuration
 

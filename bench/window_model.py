@@ -204,7 +204,10 @@ class WindowModel:
         for index in range(int(inputs.count)):
             _put(queue.requests, (int(queue.end) + index) % size, new, index)
             row, max_tokens = int(new.output_row[index]), int(new.sampling.max_tokens[index])
-            self.responses[row] = self._respond(new.key[index], max_tokens)
+            # Tokens of the response that its prompt has are not drawn again.
+            begun = 0 if new.begun is None else int(new.begun[index])
+            tokens, truncated = self._respond(new.key[index], begun + max_tokens)
+            self.responses[row] = tokens[begun:], truncated
             self.length[row] = 0
         self.start = self.length.copy()
         queue.end[...] += inputs.count

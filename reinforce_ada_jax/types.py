@@ -12,7 +12,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -62,16 +62,18 @@ class Request:
     Attributes:
       prompt: the prompt to draw for.
       draw: number of the response in the prompt's pool, from 0.
-      prefetch: the prompt belongs to the next iteration, and a slot would be idle without it.
+      prefetch: iterations until that of the prompt. Above 0, a slot would be idle without it.
       continues: where another turn may follow, the id of its prompt, else empty. That prompt begins with the tokens of
         this one and of the response, and has one request. A sampler may keep what it computed until the request comes,
         or until `RequestQueue.closed` names one of the two prompts.
+      begun: the response so far, if an earlier collection began it; the prompt then ends with its tokens.
     """
 
     prompt: Prompt
     draw: int
-    prefetch: bool = False
+    prefetch: int = 0
     continues: str = ""
+    begun: "Response | None" = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,9 +87,11 @@ class Response:
       logprobs: of each token under the distribution that it was sampled from: the behaviour policy at the sampling
         temperature, untruncated; 0 at tokens of the environment.
       truncated: the length limit ended it, not a stop token.
-      policy_version: of the weights that drew all of its tokens: the number of iterations finished by then.
+      policy_version: of the weights that drew its first token: the number of iterations finished by then.
       segments: lengths of a trajectory's parts, alternately the model's and the environment's; the first and the last
         are the model's. Empty: the model sampled all tokens.
+      versions: (policy version, tokens) of each part, if the weights changed while it was drawn. Empty: they did not.
+      is_cut: it has not ended, and may go on (`Request.begun`); such responses are in no pool.
     """
 
     prompt_id: str
@@ -97,6 +101,8 @@ class Response:
     truncated: bool
     policy_version: int = 0
     segments: tuple[int, ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
+    is_cut: bool = False
 
     def __post_init__(self):
         if self.segments and (len(self.segments) % 2 == 0 or sum(self.segments) != len(self.tokens)):
@@ -114,6 +120,12 @@ class Response:
     def num_sampled(self) -> int:
         """Number of the model's tokens."""
         return sum(self.segments[::2]) if self.segments else len(self.tokens)
+
+    @property
+    def token_versions(self) -> Int[np.ndarray, " T"]:
+        """Policy version of each token."""
+        versions, counts = zip(*(self.versions or ((self.policy_version, len(self.tokens)),)), strict=True)
+        return np.repeat(versions, counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,12 +226,13 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialRollouts:
-    """Rollouts that one iteration drew for a prompt of the next one (`Request.prefetch`)."""
+    """Rollouts that one iteration drew for a prompt of a later one (`Request.prefetch`)."""
 
     responses: tuple[Response | None, ...]  # by draw of the started rounds; None: missing
     verdicts: tuple[Verdict, ...]  # of the finished rounds; at most one round lacks them, except in `ungraded` rollouts
     rounds: int  # finished rounds
     round_sizes: tuple[int, ...] = ()  # draws of each started round, in order
+    begun: tuple[Response, ...] = ()  # tokens so far of missing responses
 
     def ungraded(self) -> "PartialRollouts":
         """Returns the rollouts without their verdicts, for another reward to grade: no round is finished."""
@@ -228,9 +241,10 @@ class PartialRollouts:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """Prompts of the next collection, of which one collection may draw responses where slots would be idle."""
+    """Prompts of the next collections, of which one collection may draw responses where slots would be idle."""
 
     prompts: Sequence[Prompt]  # their ids differ from those of the current prompts
+    ahead: Mapping[str, int] = dataclasses.field(default_factory=dict)  # collections until that of each; default: 1
     partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id; added by `collect`
 
 
@@ -250,7 +264,7 @@ class RequestQueue(Protocol):
         ...
 
     def take_prefetch(self, limit: int) -> list[Request]:
-        """Returns up to `limit` requests of the next iteration, for slots that `take` leaves idle."""
+        """Returns up to `limit` requests of the next iterations, for slots that `take` leaves idle."""
         ...
 
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
@@ -276,4 +290,17 @@ class RequestQueue(Protocol):
 
         A trajectory that has ended closes the prompts of its turns, and that of the turn that could have followed.
         """
+        ...
+
+
+@runtime_checkable
+class CuttableQueue(RequestQueue, Protocol):
+    """Queue of a collection that may end while responses of later ones run (`Response.is_cut`)."""
+
+    def is_complete(self) -> bool:
+        """Returns True once all prompts of this collection are closed: what still runs is for later ones."""
+        ...
+
+    def give_back(self, requests: Iterable[Request]) -> None:
+        """Takes back requests of which no token was drawn."""
         ...

@@ -14,7 +14,7 @@ from tests.running import ROOT, environment
 SEEDS = (0, 1, 2)
 STRATEGIES = ("grpo", "balance")
 RUNS = {strategy: f"--config.collection.strategy={strategy}" for strategy in STRATEGIES}
-RUNS["overlap"] = "--config.collection.overlap_iterations=1"
+RUNS["overlap"] = "--config.collection.overlap=finish"
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def test_the_table_of_settings_has_the_defaults():
     documented = {key.strip("`"): ast.literal_eval(default.strip("`")) for key, default, *_ in settings}
     collection = config_lib.defaults().collection.to_dict()
     # What is no strategy's: how many prompts, and how the loop over them runs.
-    loop = ("prompts_per_iteration", "barrier", "deterministic", "speculative", "overlap_iterations", "max_staleness")
+    loop = ("prompts_per_iteration", "barrier", "deterministic", "speculative", "overlap", "max_staleness")
     for key in loop:
         del collection[key]
     assert documented == collection
@@ -405,6 +405,7 @@ RUN_BY = {
     "bench.adaptive": "tests/bench/test_rollout.py::test_adaptive",
     "bench.update": "tests/bench/test_update.py::test_the_report",
     "bench.iteration": "tests/bench/test_iteration.py::test_one_iteration_by_its_phases",
+    "bench.overlap": "tests/bench/test_overlap.py::test_responses_that_go_on_keep_the_slots_busy",
     "bench.split": "tests/bench/test_split.py::test_a_split_and_taking_turns_do_the_same_work",
     "bench.loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
     "bench.start": "tests/bench/test_start.py::test_second_starts_are_quicker",

@@ -57,7 +57,7 @@ class CarriedRollouts:
 
     Attributes:
       partial: rollouts to continue from: prefetched by an earlier collection, or of one broken off.
-      prefetch: prompts of the next collection, drawn where slots would be idle; `collect` adds their rollouts.
+      prefetch: prompts of the next collections, drawn where slots would be idle; `collect` adds their rollouts.
       broken_off: `collect` adds the rollouts of every prompt if the sampler or `on_progress` raises.
     """
 
@@ -104,7 +104,7 @@ def collect(
     options, carried = options or CollectOptions(), carried or CarriedRollouts()
     strategy, prefetch = config if isinstance(config, Strategy) else strategies.build(config), carried.prefetch
     _check_ids([*prompts, *prefetch.prompts, *options.replacements])
-    states = _resumed(_rollouts(prompts, prefetch.prompts, strategy, options.estimate_fn), carried.partial)
+    states = _resumed(_rollouts(prompts, prefetch, strategy, options.estimate_fn), carried.partial)
     later = _resumed(map(PromptRollouts, options.replacements, itertools.count(len(states))), carried.partial)
     verdicts = VerificationQueue(
         verify_fn, deterministic=options.deterministic, waiting=lambda: _report(queue, on_progress)
@@ -146,7 +146,7 @@ def _resumed(states: Iterable[PromptRollouts], partial: Mapping[str, PartialRoll
 def _partial(prompts: Sequence[PromptRollouts], *, finished_rounds: bool = False) -> dict[str, PartialRollouts]:
     """Returns the rollouts so far of the prompts that have any; with `finished_rounds` those of finished rounds."""
     partial = {rollouts.prompt.id: rollouts.partial(finished_rounds=finished_rounds) for rollouts in prompts}
-    return {name: rollouts for name, rollouts in partial.items() if any(each for each in rollouts.responses)}
+    return {name: rollouts for name, rollouts in partial.items() if any(rollouts.responses) or rollouts.begun}
 
 
 def _check_ids(prompts: Sequence[Prompt]) -> None:
@@ -160,12 +160,12 @@ def _check_ids(prompts: Sequence[Prompt]) -> None:
 
 def _rollouts(
     prompts: Sequence[Prompt],
-    upcoming: Sequence[Prompt],
+    prefetch: Prefetch,
     strategy: Strategy,
     estimate_fn: EstimateFn | None,
 ) -> list[PromptRollouts]:
     """Returns the state of every prompt before the first request."""
-    everyone = [*prompts, *upcoming]
+    everyone = [*prompts, *prefetch.prompts]
     estimates: list[float | None] = [None] * len(everyone)
     planned: list[int | None] = [None] * len(everyone)
     if strategy.estimates:
@@ -178,7 +178,8 @@ def _rollouts(
         estimates = found.tolist()
         if strategy.plan is not None:
             planned = strategies.plan_draws(strategy, found, [prompt.id for prompt in everyone]).tolist()
+    ahead = [0] * len(prompts) + [prefetch.ahead.get(prompt.id, 1) for prompt in prefetch.prompts]
     return [
-        PromptRollouts(prompt, index, index >= len(prompts), estimates[index], planned[index])
+        PromptRollouts(prompt, index, ahead[index], estimates[index], planned[index])
         for index, prompt in enumerate(everyone)
     ]

@@ -23,7 +23,7 @@ class Phase(enum.Enum):
 class PromptRollouts:
     prompt: Prompt  # the prompt
     index: int  # its position in the collection; rounds that are complete at the same time are verified in this order
-    prefetch: bool = False  # the prompt belongs to the next collection
+    prefetch: int = 0  # collections until that of the prompt; 0: this one
     estimate: float | None = None  # expected pass rate, where the strategy plans
     planned: int | None = None  # planned draws, where the strategy plans
     phase: Phase = Phase.WAITING  # the queue sets HELD and CLOSED, methods set the others
@@ -32,6 +32,7 @@ class PromptRollouts:
     rounds: int = 0  # finished rounds
     round_sizes: list[int] = dataclasses.field(default_factory=list)  # draws of each started round
     speculative: dict[int, Response | None] = dataclasses.field(default_factory=dict)  # by draw; None: missing
+    begun: dict[int, Response] = dataclasses.field(default_factory=dict)  # tokens so far of missing draws
 
     @property
     def next_draw(self) -> int:
@@ -53,15 +54,16 @@ class PromptRollouts:
         self.responses, self.speculative = list(partial.responses[:begin]), dict(enumerate(later, begin))
         self.verdicts, self.rounds = list(partial.verdicts), partial.rounds
         self.round_sizes = list(partial.round_sizes[: partial.rounds + 1])
+        self.begun = {response.draw: response for response in partial.begun if response.draw < begin}
         if len(self.verdicts) < len(self.responses):
             self.phase = Phase.SAMPLING if None in self.responses else Phase.VERIFYING
 
     def partial(self, *, finished_rounds: bool = False) -> PartialRollouts:
         """Returns the draws so far, or those of finished rounds, for another collection to resume from."""
-        responses, sizes = self.responses, self.round_sizes
+        responses, sizes, begun = self.responses, self.round_sizes, tuple(self.begun.values())
         if finished_rounds:
-            responses, sizes = responses[: len(self.verdicts)], sizes[: self.rounds]
-        return PartialRollouts(tuple(responses), tuple(self.verdicts), self.rounds, tuple(sizes))
+            responses, sizes, begun = responses[: len(self.verdicts)], sizes[: self.rounds], ()
+        return PartialRollouts(tuple(responses), tuple(self.verdicts), self.rounds, tuple(sizes), begun)
 
     def progress(self) -> PromptProgress:
         """Returns the counts of the finished rounds."""
@@ -100,13 +102,17 @@ class PromptRollouts:
     def requests(self) -> list[Request]:
         """Returns one request for each missing draw of the started rounds, speculative ones in flight included."""
         missing = (draw for draw, response in enumerate(self.responses) if response is None)
-        return [Request(self.prompt, draw, self.prefetch) for draw in missing]
+        return [Request(self.prompt, draw, self.prefetch, begun=self.begun.get(draw)) for draw in missing]
 
     def add(self, response: Response) -> None:
-        """Stores a response; with the last one of the round, SAMPLING -> VERIFYING."""
+        """Stores a response, or its tokens so far; with the last one of the round, SAMPLING -> VERIFYING."""
         if response.draw in self.speculative:
             self.speculative[response.draw] = response
             return
+        if response.is_cut:
+            self.begun[response.draw] = response
+            return
+        self.begun.pop(response.draw, None)
         self.responses[response.draw] = response
         if None not in self.responses:
             self.phase = Phase.VERIFYING

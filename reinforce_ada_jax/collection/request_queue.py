@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import kept_draws
+from reinforce_ada_jax.collection.continuation import following, joined
 from reinforce_ada_jax.collection.prompt_rollouts import Phase, PromptRollouts
 from reinforce_ada_jax.collection.speculation import speculative_requests
 from reinforce_ada_jax.collection.strategies import Strategy
@@ -15,7 +16,7 @@ from reinforce_ada_jax.types import Request, Response
 
 
 class CollectionQueue:
-    """Implements types.RequestQueue: the strategy turns verdicts into further requests, or closes prompts.
+    """Implements types.CuttableQueue: the strategy turns verdicts into further requests, or closes prompts.
 
     Requests of prompts with the fewest finished rounds go first. The rounds of a prompt follow one another, so a prompt
     that has not started has the longest chain of rounds left. Starting all prompts first keeps the slots full almost
@@ -46,11 +47,13 @@ class CollectionQueue:
         # With a barrier no round starts early, and planned draws are all requested at once.
         self._speculative = speculative and not barrier and strategy.plan is None
         self._barrier, self._seed, self._iteration = barrier, seed, iteration
-        # Heaps of (finished rounds, order, request): of this collection's prompts, and of the next one's.
-        self._waiting: list[tuple[int, int, Request]] = []
-        self._waiting_prefetch: list[tuple[int, int, Request]] = []
+        # Heaps of this collection's requests, and of later ones'. Responses that have begun go first in their round.
+        self._waiting: list[tuple[int, int, bool, int, Request]] = []
+        self._waiting_prefetch: list[tuple[int, int, bool, int, Request]] = []
         self._order = itertools.count()
-        self._in_flight: dict[tuple[str, int], None] = {}  # addresses, in the order in which they were taken
+        # Requests by prompt id and draw, in the order in which they were taken; those that follow others by their ids.
+        self._in_flight: dict[tuple[str, int], Request] = {}
+        self._following: dict[str, Request] = {}
         self._newly_closed: list[str] = []
         self.num_responses = 0  # received so far
         self._begin(prompts)
@@ -86,12 +89,22 @@ class CollectionQueue:
         prompts = (self._by_id[prompt_id] for prompt_id in prompt_ids if prompt_id in self._by_id)
         return self._started(speculative_requests(prompts, limit, self._strategy.max_draws))
 
-    def _take(self, waiting: list[tuple[int, int, Request]], limit: int) -> list[Request]:
+    def _take(self, waiting: list[tuple[int, int, bool, int, Request]], limit: int) -> list[Request]:
         return self._started([heapq.heappop(waiting)[-1] for _ in range(min(limit, len(waiting)))])
 
     def _started(self, requests: list[Request]) -> list[Request]:
-        self._in_flight |= {(request.prompt.id, request.draw): None for request in requests}
-        return requests
+        self._in_flight |= {(request.prompt.id, request.draw): request for request in requests}
+        taken = [following(request) for request in requests]
+        self._following |= {new.prompt.id: old for old, new in zip(requests, taken, strict=True) if old.begun}
+        return taken
+
+    def is_complete(self) -> bool:
+        return self.num_closed == sum(not rollouts.prefetch for rollouts in self.prompts)
+
+    def give_back(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            original = self._following.pop(request.prompt.id, request)
+            del self._in_flight[original.prompt.id, original.draw]
 
     def wait(self) -> bool:
         finished = self._verification.read_next()
@@ -109,7 +122,8 @@ class CollectionQueue:
         """Reads due verdicts, then submits the rounds that `responses` complete; RuntimeError for unasked ones."""
         self._advance(self._verification.read(at_yield=True))
         complete = []
-        for response in responses:
+        for received in responses:
+            response = self._whole(received)
             rollouts = self._by_id.get(response.prompt_id)
             address = response.prompt_id, response.draw
             if rollouts is None or address not in self._in_flight:
@@ -124,6 +138,14 @@ class CollectionQueue:
             elif rollouts.is_finished:
                 self._newly_closed.append(rollouts.prompt.id)
         self._advance(self._verification.submit(sorted(complete, key=lambda rollouts: rollouts.index)))
+
+    def _whole(self, response: Response) -> Response:
+        """Returns a response with the tokens that it had when it was requested, if it had any."""
+        request = self._following.pop(response.prompt_id, None)
+        if request is None or request.begun is None:
+            return response
+        self._newly_closed.append(response.prompt_id)
+        return joined(request.begun, response)
 
     def finish(self) -> None:
         """Reads the remaining verdicts; RuntimeError if a requested response did not come."""
@@ -162,7 +184,8 @@ class CollectionQueue:
         waiting = self._waiting_prefetch if rollouts.prefetch else self._waiting
         for request in rollouts.requests():
             if (request.prompt.id, request.draw) not in self._in_flight:
-                heapq.heappush(waiting, (rollouts.rounds, next(self._order), request))
+                key = rollouts.prefetch, rollouts.rounds, request.begun is None, next(self._order)
+                heapq.heappush(waiting, (*key, request))
 
     def _held(self) -> list[PromptRollouts]:
         return [rollouts for rollouts in self.prompts if rollouts.phase is Phase.HELD]

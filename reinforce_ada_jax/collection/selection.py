@@ -156,14 +156,14 @@ def next_prompts(prompts: list[Prompt], cursor: PromptCursor, count: int) -> tup
 class Shuffled:
     """Every epoch is a permutation of the data. The state is the cursor: three integers."""
 
-    def __init__(self, prompts: list[Prompt], seed: int, *, extra_batches: int = 0, overlaps: bool = False):
+    def __init__(self, prompts: list[Prompt], seed: int, *, extra_batches: int = 0, ahead: int = 0):
         """Begins the first epoch.
 
-        An iteration has at most `extra_batches` times its prompts as replacements. With `overlaps` idle slots begin the
-        next iteration's prompts, so replacements are not taken from these.
+        An iteration has at most `extra_batches` times its prompts as replacements. Idle slots begin the prompts of the
+        next `ahead` iterations, so replacements are not taken from these.
         """
         self._prompts, self._cursor = prompts, PromptCursor(seed)
-        self._extra_batches, self._overlaps = extra_batches, overlaps
+        self._extra_batches, self._ahead = extra_batches, ahead
         self._chosen = 0
         self._after: list[PromptCursor] = []  # cursor after the prompts chosen and 0, 1, ... replacements
 
@@ -172,15 +172,19 @@ class Shuffled:
         del rng
         prompts, after = next_prompts(self._prompts, self._cursor, count)
         ids = {prompt.id for prompt in prompts}
-        # The end of an epoch and the beginning of the next one may share some prompts.
-        following = next_prompts(self._prompts, after, count)[0] if self._overlaps else []
-        upcoming = Prefetch([prompt for prompt in following if prompt.id not in ids])
-        ids |= {prompt.id for prompt in following}
+        upcoming, cursor, ahead = list[Prompt](), after, dict[str, int]()
+        for number in range(1, self._ahead + 1):
+            following, cursor = next_prompts(self._prompts, cursor, count)
+            # The end of an epoch and the beginning of the next one may share some prompts.
+            new = [prompt for prompt in following if prompt.id not in ids]
+            upcoming += new
+            ahead |= {prompt.id: number for prompt in new}
+            ids |= ahead.keys()
         replacements = prompts_after(self._prompts, after, self._extra_batches * count, ids)
-        # With an overlap the next iteration's prompts are fixed, so replacements are borrowed, and come again.
-        self._after = [after, *(after if self._overlaps else cursor for _, cursor in replacements)]
+        # With an overlap the next iterations' prompts are fixed, so replacements are borrowed, and come again.
+        self._after = [after, *(after if self._ahead else cursor for _, cursor in replacements)]
         self._chosen = count
-        return Choice(prompts, replacements=[prompt for prompt, _ in replacements], upcoming=upcoming)
+        return Choice(prompts, replacements=[prompt for prompt, _ in replacements], upcoming=Prefetch(upcoming, ahead))
 
     def observe(self, groups: Sequence[Group]) -> dict[str, float]:
         """Advances the cursor to after the prompts chosen and the replacements used; returns no metrics."""
@@ -308,7 +312,7 @@ def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_b
     """
     _check_count(config.prompts_per_iteration, prompts)
     if config.selection == "shuffled":
-        return Shuffled(prompts, seed, extra_batches=extra_batches, overlaps=bool(config.overlap_iterations))
+        return Shuffled(prompts, seed, extra_batches=extra_batches, ahead=config.iterations_ahead)
     setting = f"collection.selection is {config.selection!r}"
     if config.selection == "proportional":
         if extra_batches:

@@ -42,10 +42,15 @@ def to_bytes(shard: CollectedShard) -> bytes:
             _header(pool.prompt.id, pool) | {"met": pool.met, "estimate": pool.estimate, "discarded": pool.discarded}
             for pool in shard.pools
         ],
-        "partial": [_header(prompt_id, rollouts) for prompt_id, rollouts in shard.partial.items()],
+        "partial": [
+            _header(prompt_id, rollouts) | {"begun": [_response_header(r) for r in rollouts.begun]}
+            for prompt_id, rollouts in shard.partial.items()
+        ],
         "counts": shard.counts,
     }
-    responses = [r for rollouts in (*shard.pools, *shard.partial.values()) for r in rollouts.responses if r is not None]
+    responses = [r for pool in shard.pools for r in pool.responses]
+    for rollouts in shard.partial.values():
+        responses += [*(r for r in rollouts.responses if r is not None), *rollouts.begun]
     file = io.BytesIO()
     np.savez(
         file,
@@ -62,7 +67,10 @@ def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> CollectedShard:
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         header, tokens, logprobs = json.loads(arrays["header"].tobytes()), arrays["tokens"], arrays["logprobs"]
     lengths = [
-        entry[1] for part in ("pools", "partial") for record in header[part] for entry in record["responses"] if entry
+        entry[1]
+        for record in (*header["pools"], *header["partial"])
+        for entry in (*record["responses"], *record.get("begun", ()))
+        if entry
     ]
     ends = np.cumsum(lengths, dtype=np.int64)[:-1]
     arrays_of = zip(np.split(tokens, ends), np.split(logprobs, ends), strict=True)
@@ -75,9 +83,12 @@ def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> CollectedShard:
         for record in header["pools"]
     ]  # fmt: skip
     partial = {
-        record["prompt"]: PartialRollouts(*_rollouts(record, arrays_of), tuple(record["round_sizes"]))
+        record["prompt"]: PartialRollouts(
+            *_rollouts(record, arrays_of), tuple(record["round_sizes"]),
+            tuple(_response(record["prompt"], entry, *next(arrays_of)) for entry in record["begun"]),
+        )
         for record in header["partial"]
-    }
+    }  # fmt: skip
     return CollectedShard(pools, partial, header["counts"])
 
 
@@ -96,17 +107,22 @@ def _header(prompt_id: str, rollouts: Pool | PartialRollouts) -> dict[str, Any]:
         "rounds": rollouts.rounds,
         "round_sizes": rollouts.round_sizes,
         "verdicts": [[v.correct, v.reward, v.reason, v.penalty, dict(v.rewards)] for v in rollouts.verdicts],
-        "responses": [
-            None if r is None else [r.draw, len(r.tokens), r.truncated, r.policy_version, r.segments]
-            for r in rollouts.responses
-        ],
+        "responses": [r and _response_header(r) for r in rollouts.responses],
     }
+
+
+def _response_header(r: Response) -> list[Any]:
+    return [r.draw, len(r.tokens), r.truncated, r.policy_version, r.segments, r.versions, r.is_cut]
+
+
+def _response(prompt_id: str, entry: list[Any], tokens: np.ndarray, logprobs: np.ndarray) -> Response:
+    """Returns the response of an entry of `_response_header`."""
+    draw, _, truncated, policy_version, segments, versions, is_cut = entry
+    versions = tuple((version, count) for version, count in versions)
+    return Response(prompt_id, draw, tokens, logprobs, truncated, policy_version, tuple(segments), versions, is_cut)
 
 
 def _rollouts(record: Mapping[str, Any], arrays: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[Any, Any, int]:
     """Returns (responses, verdicts, rounds) of one record; takes the arrays of its responses from the iterator."""
-    responses = tuple(
-        entry and Response(record["prompt"], entry[0], *next(arrays), entry[2], entry[3], tuple(entry[4]))
-        for entry in record["responses"]
-    )
+    responses = tuple(entry and _response(record["prompt"], entry, *next(arrays)) for entry in record["responses"])
     return responses, tuple(Verdict(*verdict) for verdict in record["verdicts"]), record["rounds"]

@@ -295,7 +295,7 @@ def ngu(config: CollectionConfig) -> Strategy:
     small groups spend no update on what is solved, and retries spend draws on what is not.
 
     Source: arXiv 2609.13443. Retries are drawn within the iteration, under the same weights, so responses have an age
-    only where `collection.overlap_iterations` drew them under older weights. A group that loses its old responses is
+    only where `collection.overlap` drew them under older weights. A group that loses its old responses is
     kept only if it has both sides. With a correction rounds end by verdicts alone and nothing is dropped.
     """
     most, published = collection_rules.max_draws(config), collection_rules.correction(config) == "none"
@@ -389,12 +389,12 @@ def _with_first_round(max_kept: int | None, size: int | None, max_draws: int | N
 
 def _check_estimates(config: CollectionConfig, strategy: Strategy) -> None:
     """Raises ValueError where prompts would have no estimate in time."""
-    if config.overlap_iterations and strategy.estimates:
+    if config.overlap != "none" and strategy.estimates:
         does = "estimates pass rates" if strategy.plan is None else "plans draws"
         choice = ", or use a number as control variate" if config.control_variate == "noise" else ""
         raise ValueError(
-            f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} {does} after "
-            f"the last iteration's verdicts, so the next iteration's prompts can't start early: set it to 0{choice}."
+            f"collection.overlap is {config.overlap!r}, but {config.strategy} {does} after the last iteration's "
+            f"verdicts, so the next iteration's prompts can't start early: set it to 'none'{choice}."
         )
     if strategy.extra_batches and strategy.estimates:
         raise ValueError(

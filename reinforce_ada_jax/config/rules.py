@@ -181,10 +181,10 @@ def an_environment_gives_the_rewards(config: Config) -> None:
             f"{named}, and data.template is 'plain': an environment speaks in messages, which need the chat template "
             "of the model. Set data.template to 'chat'."
         )
-    if config.collection.overlap_iterations:
+    if config.collection.overlap != "none":
         raise ValueError(
-            f"{named}, and collection.overlap_iterations is 1: trajectories of the next iteration would be kept "
-            "without their environments. Set it to 0."
+            f"{named}, and collection.overlap is {config.collection.overlap!r}: trajectories of the next iteration "
+            "would be kept without their environments. Set it to 'none'."
         )
 
 
@@ -272,22 +272,23 @@ def proportional_selection_is_corrected(config: Config) -> None:
 def overlap_knows_its_prompts(config: Config) -> None:
     """Overlap needs a strategy that does not plan draws (estimate), shuffled prompts, and no barrier."""
     collection = config.collection
-    if not collection.overlap_iterations:
+    if collection.overlap == "none":
         return
     if collection.strategy == "estimate":
         raise ValueError(
-            "collection.overlap_iterations begins prompts before it is known how many draws estimate will allot to "
-            "them, which follows from the last iteration's verdicts: set it to 0."
+            f"collection.overlap is {collection.overlap!r}, which begins prompts before it is known how many draws "
+            "estimate will allot to them, as follows from the last iteration's verdicts: set it to 'none'."
         )
     if collection.selection != "shuffled":
         raise ValueError(
             f"collection.selection is {collection.selection!r}, which chooses prompts after the last iteration's "
-            "verdicts, and collection.overlap_iterations begins them before: set it to 0, or selection to shuffled."
+            f"verdicts, and collection.overlap is {collection.overlap!r}, which begins them before: set it to 'none', "
+            "or selection to shuffled."
         )
     if collection.barrier:
         raise ValueError(
-            "collection.barrier keeps all prompts in step, collection.overlap_iterations lets the next iteration's "
-            "begin early: choose one of them."
+            f"collection.barrier keeps all prompts in step, collection.overlap={collection.overlap} lets the next "
+            "iteration's begin early: choose one of them."
         )
 
 
@@ -299,13 +300,14 @@ def drawn_ahead_is_young(config: Config) -> None:
 
 def _check_age(config: Config, name: str, max_age: int) -> None:
     collection = config.collection
-    updates = collection.prompts_per_iteration // config.learning.prompts_per_update
-    if (collection.overlap_iterations or config.draws_ahead) and max_age < updates:
-        cause = "mesh.sampler with collection.max_staleness" if config.draws_ahead else "collection.overlap_iterations"
+    iterations = 1 if config.draws_ahead else collection.iterations_ahead
+    updates = iterations * (collection.prompts_per_iteration // config.learning.prompts_per_update)
+    if max_age < updates:
+        cause = "mesh.sampler with collection.max_staleness 1" if config.draws_ahead else "collection.overlap"
         raise ValueError(
-            f"{name} is {max_age}, but {cause} 1 draws responses an iteration ahead, so they are {updates} updates old "
-            "when they are trained on (collection.prompts_per_iteration / learning.prompts_per_update) and would all "
-            f"be left out. Set max_age to at least {updates}."
+            f"{name} is {max_age}, but with {cause} responses are drawn up to {iterations} iterations ahead, and may "
+            f"be {updates} updates old when they are trained on (collection.prompts_per_iteration / "
+            f"learning.prompts_per_update). They would be left out. Set max_age to at least {updates}."
         )
 
 
@@ -323,19 +325,34 @@ def check_strategy(config: Config, *, max_age: int | None, estimates: bool) -> N
         _check_estimates(config)
 
 
+def staleness_fits(config: Config) -> None:
+    """An overlap has max_staleness above 0; with mesh.sampler it is at most 1."""
+    collection, sampler = config.collection, config.mesh.sampler
+    if collection.overlap != "none" and not collection.max_staleness:
+        raise ValueError(
+            f"collection.overlap is {collection.overlap!r} and collection.max_staleness 0: prompts of no later "
+            "iteration could start. Set max_staleness to 1, or overlap to 'none'."
+        )
+    if sampler and collection.max_staleness > 1:
+        raise ValueError(
+            f"mesh.sampler is {sampler} and collection.max_staleness {collection.max_staleness}: the sampler's "
+            "devices draw one iteration ahead. Set max_staleness to 1 or 0."
+        )
+
+
 def devices_are_split(config: Config) -> None:
     """mesh.tensor divides mesh.sampler.
 
-    Neither overlap_iterations nor estimates of the estimator value go with a sampler of its own.
+    Neither an overlap nor estimates of the estimator value go with a sampler of its own.
     """
     mesh = config.mesh
     if not mesh.sampler:
         return
     _check_multiple("mesh.sampler", mesh.sampler, "mesh.tensor", mesh.tensor)
-    if config.collection.overlap_iterations:
+    if config.collection.overlap != "none":
         raise ValueError(
-            f"mesh.sampler is {mesh.sampler} and collection.overlap_iterations 1: the sampler's devices draw a whole "
-            "iteration ahead, and have nothing else to begin. Set overlap_iterations to 0."
+            f"mesh.sampler is {mesh.sampler} and collection.overlap {config.collection.overlap!r}: the sampler's "
+            "devices draw a whole iteration ahead, and have nothing else to begin. Set collection.overlap to 'none'."
         )
     if config.collection.strategy == "estimate" or config.collection.control_variate == "noise":
         _check_estimates(config)
@@ -383,7 +400,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches, rows_are_cut,
     corrections_weigh_whole_responses, proportional_selection_is_corrected, importance_has_a_cap,
-    overlap_knows_its_prompts, drawn_ahead_is_young, devices_are_split,
+    overlap_knows_its_prompts, drawn_ahead_is_young, staleness_fits, devices_are_split,
     barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip
 

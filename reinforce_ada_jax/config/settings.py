@@ -269,14 +269,22 @@ class CollectionConfig:
         "discarded: the same samples, less time. Default: where samples_per_round is below group_size, unless "
         "slots are chosen for a CPU.",
     )  # fmt: skip
-    overlap_iterations: int = setting(
-        0, "1: idle slots start the next iteration's prompts, with this iteration's weights.", values.ZERO_OR_ONE,
-        rule="overlap_knows_its_prompts",
+    overlap: str = setting(
+        "none", 'Idle slots start prompts of later iterations, with this iteration\'s weights, where it is not '
+        '"none". Responses that run at the end of the iteration: "finish", they are waited for; "in_flight", they go '
+        "on in the next one, with its weights.", one_of(values.OVERLAPS), rule="overlap_knows_its_prompts",
     )  # fmt: skip
     max_staleness: int = setting(
-        1, "With mesh.sampler. 1: iteration k + 1 is drawn while k is learned, from the weights before k; 0: after it, "
-        "from the weights after k.", values.ZERO_OR_ONE, rule="devices_are_split",
+        1, "Most iterations between the weights that begin a response and those that learn from it. With an overlap, "
+        "it is the number of later iterations whose prompts idle slots start. With mesh.sampler, 1: iteration k + 1 is "
+        "drawn while k is learned, from the weights before k; 0: after it, from the weights after k.", values.STALENESS,
+        rule="staleness_fits",
     )  # fmt: skip
+
+    @property
+    def iterations_ahead(self) -> int:
+        """Number of later iterations whose prompts idle slots may start."""
+        return self.max_staleness if self.overlap != "none" else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -387,7 +395,7 @@ class LearningConfig:
     kl_kind: str = setting("k3", "Estimator of the KL term.", one_of(("k1", "k2", "k3")))
     truncated_is_cap: float | None = setting(
         None, "Cap of the importance weight between sampler and learner; default: none, or 2.0 where responses may "
-        "be drawn from earlier weights (overlap_iterations, mesh.sampler with max_staleness 1) or in int8 "
+        "be drawn from earlier weights (collection.overlap, mesh.sampler with max_staleness 1) or in int8 "
         "(sampling.kv_dtype, sampling.weight_dtype).",
         values.POSITIVE_OR_NONE,
     )  # fmt: skip

@@ -13,6 +13,7 @@ LOSSES = ("ppo", "cispo", "sapo")
 DTYPES = ("float32", "bfloat16")
 DECODE_DTYPES = ("model", "int8")
 OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
+OVERLAPS = ("none", "finish", "in_flight")
 REWARDS = (
     "cipher",
     "math",
@@ -121,6 +122,7 @@ GROUP = whole(2, 4_096, why=" (a group of one has no baseline to differ from)")
 MANY, MANY_OR_0 = whole(1, 65_536), whole(0, 65_536)  # devices, slots, responses to a problem
 DRAFTS_OR_NONE = whole(0, 64, optional=True)
 PAGES, RANK, WORKERS = whole(0, 2**24), whole(0, 4_096), whole(0, 1_024)
+STALENESS = whole(0, 16)
 WINDOW = whole(1, 4_096)  # tokens of a dispatch, or of a page
 FINITE = Allowed("be finite", math.isfinite)
 NOT_NEGATIVE_FINITE = Allowed("not be negative, and it must be finite", lambda value: 0 <= value < math.inf)
@@ -133,7 +135,6 @@ PROBABILITY = Allowed("be in [0, 1]", lambda value: 0 <= value <= 1)
 SHARE = Allowed("be above 0 and at most 1", lambda value: 0 < value <= 1)
 ABOVE_1 = Allowed("be above 1: it bounds the loss at |A|", lambda value: value > 1)
 TEMPERATURE = Allowed("be at least 0 (0: the most probable token) and finite", lambda value: 0 <= value < math.inf)
-ZERO_OR_ONE = Allowed("be 0 or 1", lambda value: value in (0, 1))
 SEED = Allowed(
     "not be negative, and it must be below 2**31: devices count in 32 bits", lambda value: 0 <= value < 2**31
 )

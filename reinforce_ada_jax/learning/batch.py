@@ -54,7 +54,7 @@ class Batch:
     response_mask: Bool[AnyArray, "*M B R"]  # True at response tokens, the stop tokens included
     response_length: Int[AnyArray, "*M B S"]  # response tokens of each segment
     advantages: Float[AnyArray, "*M B R"]  # that of the response, at each of its tokens
-    policy_version: Int[AnyArray, "*M B R"]  # `Response.policy_version` at each response token
+    policy_version: Int[AnyArray, "*M B R"]  # that drew each response token
     behaviour_logprobs: Float[AnyArray, "*M B R"]  # under the distribution the tokens were sampled from
     old_logprobs: Float[AnyArray, "*M B R"] | None  # before the first update
     left_out: Int[AnyArray, "*M B 2"]  # tokens and responses in no row, at the first row; 0 at the others
@@ -187,7 +187,7 @@ def make_batch(
             response_length[row, segment] = count
             there = row, slice(column, column + count)
             response_positions[there] = start + before + np.flatnonzero(sampled)
-            response_segment_ids[there], policy_version[there] = segment, response.policy_version
+            response_segment_ids[there], policy_version[there] = segment, response.token_versions[sampled]
             advantages[there], logprobs[there] = advantage[index], response.logprobs[sampled]
             regularization[there] = examples[index].regularization
             start, column = start + before + length, column + count

@@ -38,6 +38,7 @@ from reinforce_ada_jax.learning.update import (
     LearnerState,
     UpdatePrograms,
     Version,
+    expert_sums,
     loop_bounds,
     micro_batch,
     num_live,
@@ -50,7 +51,7 @@ from reinforce_ada_jax.policy.transformer import (
     Params,
     SegmentAttend,
     causal_attend,
-    hidden_states,
+    hidden_states_and_load,
     merge,
     param_shardings,
 )
@@ -75,22 +76,36 @@ def response_logprobs(
     Beyond the responses both are arbitrary. Only the R of T hidden states that predict a response token meet the head;
     of rows that are cut over `context` all do, each on its own device, and no hidden states are gathered.
     """
+    return response_logprobs_and_load(architecture, params, batch, head, execution=execution, attend=attend)[:2]
+
+
+def response_logprobs_and_load(
+    architecture: Architecture,
+    params: Params,
+    batch: Batch,
+    head: HeadConfig,
+    *,
+    execution: Execution,
+    attend: SegmentAttend = causal_attend,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"], Float[Array, "L E"] | None]:
+    """Computes `response_logprobs`, and the number of tokens, without padding, of each expert; None without experts."""
     parts = 1 if head.mesh is None else head.mesh.shape["context"]
     cut, join = (functools.partial(function, count=parts) for function in (mesh_lib.cut_rows, mesh_lib.join_rows))
     model = merge(architecture, params)
-    hidden = hidden_states(
+    hidden, load = hidden_states_and_load(
         model, cut(batch.tokens), positions=cut(batch.positions),
         segment_ids=cut(batch.segment_ids) if batch.max_segments > 1 else None,
         attend=attend, execution=execution,
+        counted=cut(batch.segment_ids) < batch.max_segments if architecture.num_experts else None,
     )  # fmt: skip
     if parts > 1:
         of_tokens = target_logprobs(head, model, hidden, cut(jnp.roll(batch.tokens, -1, axis=1)))
         logprobs, entropy = (jnp.take_along_axis(join(x), batch.response_positions - 1, axis=1) for x in of_tokens)
-        return logprobs, entropy
+        return logprobs, entropy, load
     targets = jnp.take_along_axis(batch.tokens, batch.response_positions, axis=1)
     # A token is predicted one position earlier.
     predicting = execution.constrain(jnp.take_along_axis(hidden, (batch.response_positions - 1)[..., None], axis=1))
-    return target_logprobs(head, model, predicting, targets)
+    return *target_logprobs(head, model, predicting, targets), load
 
 
 def loss_config(config: Config) -> LossConfig:
@@ -106,7 +121,7 @@ def loss_config(config: Config) -> LossConfig:
         loss=token_losses.load(config.learning.loss),
         row_tokens=config.sampling.max_response_tokens,
     )
-    is_off_policy = config.collection.overlap_iterations or config.draws_ahead or config.draws_in_int8
+    is_off_policy = config.collection.overlap != "none" or config.draws_ahead or config.draws_in_int8
     if loss.truncated_is_cap is None and is_off_policy:
         return dataclasses.replace(loss, truncated_is_cap=2.0)
     return loss
@@ -132,7 +147,7 @@ class Learner:
         self._optimizer = make_optimizer(config.learning, decay_updates)
         self._temperature = config.sampling.temperature
         self._logprobs = functools.partial(
-            response_logprobs,
+            response_logprobs_and_load,
             architecture,
             head=head_config(
                 self.platform, mesh,
@@ -152,8 +167,8 @@ class Learner:
             self._optimizer,
             mesh,
             self.param_shardings,
-            gathered_layers=self._gathered_layers if self.gathers_once else None,
-            gathered_shardings=gathered_shardings,
+            gathered=None if gathered_shardings is None else (self._gathered_layers, gathered_shardings),
+            expert_shape=(architecture.num_layers, architecture.num_experts) if architecture.num_experts else None,
             gap_limits=gap_lib.gap_limits(config),
             micro_batches_per_program=platform_lib.update_program(mesh, config, architecture),
         )
@@ -273,7 +288,7 @@ class Learner:
     ):
         """Computes (loss, (means, gap)) of a micro-batch."""
         policy = self.policy(params, base)
-        logprobs, entropy = self._logprobs(policy, micro)
+        logprobs, entropy, load = self._logprobs(policy, micro)
         if self._is_invariant:
             # The value of one, the slope of the other: what is added to the value is exactly 0.
             exact = self._exact_logprobs(jax.lax.stop_gradient(policy), micro)
@@ -299,4 +314,4 @@ class Learner:
         gap = None
         if micro.old_logprobs is None:
             gap = gap_lib.logprob_gap(logprobs, micro.behaviour_logprobs, micro.response_mask, is_fresh)
-        return loss, (means | {"loss": loss}, gap)
+        return loss, (means | {"loss": loss} | expert_sums(load), gap)

@@ -18,7 +18,7 @@ def advice(config: Config, *, busy: float, num_slots: int, speculative: bool) ->
     collection = config.collection
     size = collection_rules.first_round(collection) or collection.group_size
     started = collection.prompts_per_iteration * size
-    may_overlap = not collection.overlap_iterations and not config.mesh.sampler
+    may_overlap = collection.overlap == "none" and not config.mesh.sampler
     may_overlap &= collection.strategy != "estimate" and collection.selection == "shuffled"
     if started < num_slots:
         prompts = math.ceil(num_slots / size)
@@ -31,7 +31,7 @@ def advice(config: Config, *, busy: float, num_slots: int, speculative: bool) ->
     elif not speculative and collection_rules.max_draws(collection) != size:
         remedy = "collection.speculative=True starts rounds before their verdicts, with the same samples"
     elif may_overlap:
-        remedy = "collection.overlap_iterations=1 starts the next prompts in idle slots, with weights one iteration old"
+        remedy = "collection.overlap=finish starts the next prompts in idle slots, with weights one iteration old"
     else:
         fewer = max(1, math.ceil(busy * num_slots * 1.25))
         remedy = f"sampling.slots={fewer} costs less for each token where the devices are slow"

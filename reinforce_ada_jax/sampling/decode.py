@@ -175,6 +175,12 @@ def _forward(
     return pools, rowwise(next_logprobs, hidden, slots.requests.sampling.temperature)
 
 
+def _place(slots: Slots) -> Int[Array, " R"]:
+    """Returns the place of each next token in its response, by which its noise is addressed."""
+    begun = slots.requests.begun
+    return slots.count if begun is None else slots.count + begun
+
+
 def _append_tokens(
     state: DecodeState,
     logprobs: Float[Array, "rows V"],
@@ -193,7 +199,9 @@ def _append_tokens(
     rows = slots if drafted is None else drafted.slots
     # On accelerators all at a time: loops cost more there than the width of a step.
     at_a_time = token_lib.ROWS if options.attention in {"jnp", "invariant"} else len(logprobs)
-    drawn = token_lib.sample(logprobs, rows.requests.key, rows.count, rows.requests.sampling, num_rows, at_a_time, mesh)
+    drawn = token_lib.sample(
+        logprobs, rows.requests.key, _place(rows), rows.requests.sampling, num_rows, at_a_time, mesh
+    )
     row_of = None if drafted is None else jnp.minimum(drafted.row_of, len(logprobs) - 1)
     tokens, logprobs = (x[:, None] if row_of is None else x[row_of] for x in drawn)
     is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[requests.prompt_row][:, None], axis=-1)

@@ -23,6 +23,7 @@ from reinforce_ada_jax.policy import lora, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Declared, Params, nest, weight_shapes
 from reinforce_ada_jax.sampling.admission import Lengths
+from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.programs import (
     as_decoded,
     by_replica,
@@ -47,8 +48,12 @@ from reinforce_ada_jax.sampling.window_inputs import window_inputs
 
 
 def enough_pages(options: EngineOptions) -> int:
-    """Returns the pages with which no request waits for one: every slot and every open prompt at its longest."""
-    return options.slots * options.table_width + options.open_prompts * options.prompt_width + 1
+    """Returns the pages with which no request waits for one: every slot and every open prompt at its longest.
+
+    A prompt that ends with tokens of a response holds pages which the response's slot would hold otherwise.
+    """
+    prompt_width = num_pages(options.max_prompt_tokens, options.page_size)
+    return options.slots * options.table_width + options.open_prompts * prompt_width + 1
 
 
 def enough_open_prompts(slots: int, samples_per_round: int) -> int:
@@ -115,6 +120,11 @@ class Engine:
             raise ValueError(
                 f"sampling.weight_dtype is 'int8', and the experts of {architecture.family} can't be decoded in it: "
                 "set it to 'model'. sampling.kv_dtype may be 'int8'."
+            )
+        if options.continues and mesh.is_multi_process:
+            raise ValueError(
+                "collection.overlap is 'in_flight', and the run has several processes, whose collections do not end in "
+                "the same window: set it to 'finish'."
             )
         rounds = rounded.applies(options.dtype, mesh.devices.flat[0].platform)
         is_plain = options.weight_dtype == "model" and options.adapters is None

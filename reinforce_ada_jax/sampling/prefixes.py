@@ -11,7 +11,7 @@ class Prefixes:
 
     def __init__(self, options: EngineOptions):
         self._page_size = options.page_size
-        self._tokens = np.full((options.open_prompts, options.max_prompt_tokens), -1, np.int32)
+        self._tokens = np.full((options.open_prompts, options.longest_prompt), -1, np.int32)
         self._adapter = np.full(options.open_prompts, -1, np.int64)
 
     def find(self, tokens: Int[np.ndarray, " T"], adapter: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from reinforce_ada_jax.sampling.state import (
     WindowInputs,
     WindowOutputs,
 )
-from reinforce_ada_jax.types import Request, RequestQueue, Response
+from reinforce_ada_jax.types import CuttableQueue, Request, RequestQueue, Response
 
 # Recorded when the first window of each `sample_fn` is read: its tokens are on the host.
 FIRST_WINDOW_EVENT = "/reinforce_ada_jax/sampling/first_window"
@@ -118,7 +118,8 @@ class Rollouts:
           params: the learner's weights; None for an engine that has none.
           stream: first word of every address (`token.stream`).
           sampling: parameters of all responses, or a function that returns those of a request.
-          prefetch_stream: the stream of requests for the next iteration; None leaves idle slots idle.
+          prefetch_stream: the stream of requests for the next iteration; those of later ones follow in equal steps.
+            None leaves idle slots idle.
           policy_version: `Response.policy_version` of the responses.
 
         Raises:
@@ -128,7 +129,10 @@ class Rollouts:
             self._check(sampling)
 
         def sampling_of(request: Request) -> SamplingParams:
-            return sampling if isinstance(sampling, SamplingParams) else self._check(sampling(request))
+            params = sampling if isinstance(sampling, SamplingParams) else self._check(sampling(request))
+            if request.begun is None:
+                return params
+            return dataclasses.replace(params, max_tokens=params.max_tokens - len(request.begun.tokens))
 
         terms = _Terms(self.decode_weights(params), stream, prefetch_stream, policy_version, sampling_of)
 
@@ -169,8 +173,11 @@ class _Terms:
     sampling_of: Callable[[Request], SamplingParams]
 
     def address(self, request: Request) -> np.ndarray:
-        stream = self.prefetch_stream if request.prefetch and self.prefetch_stream is not None else self.stream
-        return token_lib.address(stream, request.prompt.id, request.draw)
+        stream = self.stream
+        if self.prefetch_stream is not None:
+            stream = (stream + request.prefetch * (self.prefetch_stream - stream)) % 2**32
+        prompt_id = request.prompt.id if request.begun is None else request.begun.prompt_id
+        return token_lib.address(stream, prompt_id, request.draw)
 
 
 class _Session:
@@ -182,7 +189,7 @@ class _Session:
         self.counts = RolloutCounts()
         self.state: Any = None
         self.schedulers = [Scheduler(self.engine.options) for _ in range(self.engine.replicas)]
-        self.prefetched: set[str] = set()  # prompts of the next iteration
+        self.prefetched: set[str] = set()  # prompts of later iterations
         # Of all windows; where other processes decode too, of the last window.
         self.decode_steps = np.zeros(self.engine.replicas, np.int64)
         self.outcome = _WORKING  # of the votes on the last window that was read
@@ -193,7 +200,10 @@ class _Session:
         self._take_state()
         previous: WindowOutputs | None = None
         while True:
-            self._take_requests()
+            if self._may_cut():
+                self._cut()
+            else:
+                self._take_requests()
             submitted = self._submit_window(previous) if self._busy else None
             if previous is not None:
                 yield self._read_window(previous)
@@ -275,14 +285,32 @@ class _Session:
             if not taken:
                 break
             self._add(taken)
-        idle_slots = sum(scheduler.idle_slots for scheduler in self.schedulers)
-        if self.terms.prefetch_stream is not None and idle_slots:
-            taken = self.queue.take_prefetch(idle_slots)
+        if self.terms.prefetch_stream is not None and (wanted := sum(map(self._room_for_prefetch, self.schedulers))):
+            taken = self.queue.take_prefetch(wanted)
             self.prefetched.update(request.prompt.id for request in taken)
             self._add(taken)
         for scheduler in self.schedulers:
             if missing := scheduler.missing_requests:
                 self._add(self.queue.take_speculative(missing, scheduler.rows.prompts))
+
+    def _room_for_prefetch(self, scheduler: Scheduler) -> int:
+        """Returns the requests of later iterations that may start: for idle slots, and for those that a window frees.
+
+        Those that a window frees are filled ahead only where it costs no time at the end, which cuts what still runs.
+        """
+        if self.engine.options.continues and not scheduler.num_unopened:
+            return scheduler.missing_requests
+        return scheduler.idle_slots
+
+    def _may_cut(self) -> bool:
+        """Returns True if what still runs can go on in the next collection."""
+        return self.engine.options.continues and isinstance(self.queue, CuttableQueue) and self.queue.is_complete()
+
+    def _cut(self) -> None:
+        """Ends all responses with their next token, and gives back the requests that have not started."""
+        assert isinstance(self.queue, CuttableQueue)
+        for scheduler in self.schedulers:
+            self.queue.give_back(scheduler.cancel_all())
 
     def _add(self, requests: Sequence[Request]) -> None:
         """Gives each request to the replica with its prompt or last turn; else to the one with the least to do."""

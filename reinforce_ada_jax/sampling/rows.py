@@ -35,6 +35,7 @@ class Rows:
         size = options.output_rows, options.max_response_tokens
         self.tokens, self.logprobs = np.zeros(size, np.int32), np.zeros(size, np.float32)
         self.length = np.zeros(options.output_rows, np.int32)  # tokens by the last window read; any in free rows
+        self.limit = np.zeros(options.output_rows, np.int32)  # most tokens of each response in flight
 
     def take_closing(self) -> np.ndarray:
         """Returns `closing` for a window, after which these rows are free.
@@ -45,10 +46,10 @@ class Rows:
         self.free_prompt_rows += np.flatnonzero(closing).tolist()
         return closing
 
-    def start(self, request: Request) -> int:
+    def start(self, request: Request, max_tokens: int) -> int:
         """Returns the output row that the response will fill; a turn gets a row to be parked in, if one is free."""
         row = self.free_output_rows.pop()
-        self.in_flight[row] = request
+        self.in_flight[row], self.limit[row] = request, max_tokens
         if request.continues and self.free_prompt_rows:
             self.park_rows[row] = self.free_prompt_rows.pop()
         return row

@@ -221,6 +221,11 @@ class Scheduler:
         """Closes all prompts and parked turns, with the next window."""
         self.close([*self.rows.prompts, *self.rows.parked])
 
+    def cancel_all(self) -> list[Request]:
+        """Ends all requests, as `cancel` does."""
+        waiting = itertools.chain(*self._unopened.values())
+        return self.cancel({*self.rows.in_flight.values(), *self._ready, *waiting})
+
     def cancel(self, requests: Collection[Request]) -> list[Request]:
         """Ends requests: returns those that never reached the device; others are answered after their next token."""
         dropped = [request for request in self._ready if request in requests]
@@ -248,13 +253,15 @@ class Scheduler:
         entries = []
         while self._ready and self.rows.free_output_rows:
             request = self._ready.popleft()
-            output_row = self.rows.start(request)
+            params = sampling(request)
+            output_row = self.rows.start(request, params.max_tokens)
             entries.append(Requests(
                 prompt_row=self.rows.prompts[request.prompt.id],
                 output_row=output_row,
                 park_row=self.rows.park_rows.get(output_row, self.options.open_prompts),
-                sampling=sampling(request).as_arrays(),
+                sampling=params.as_arrays(),
                 key=address(request),
+                begun=0 if request.begun is None else len(request.begun.tokens),
             ))  # fmt: skip
         self.budget.parkable_turns = len(self.rows.park_rows)
         waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
@@ -282,14 +289,16 @@ class Scheduler:
         for row in np.flatnonzero(status != RUNNING).tolist():
             request = self.rows.finish(row)
             tokens, logprobs = self.rows.response(row)
+            is_cut = status[row] == TRUNCATED and len(tokens) < self.rows.limit[row]  # it was cancelled
             self._lengths.add(own_pages(len(request.prompt.tokens), len(tokens), self.options.page_size))
             responses.append(Response(
                 prompt_id=request.prompt.id,
                 draw=request.draw,
                 tokens=tokens.copy(),
                 logprobs=logprobs.copy(),
-                truncated=bool(status[row] == TRUNCATED),
+                truncated=bool(status[row] == TRUNCATED and not is_cut),
                 policy_version=policy_version,
+                is_cut=bool(is_cut),
             ))  # fmt: skip
             self._end_turn(row, request, responses[-1], outputs)
         self.budget.parkable_turns = len(self.rows.park_rows)

@@ -114,6 +114,7 @@ class Requests(Record):
     park_row: Int[ArrayLike, "*R"]  # prompt row that gets the response's pages when it ends; beyond the rows: none
     sampling: Sampling
     key: UInt32[ArrayLike, "*R words"]  # of the draw (`token.draw_keys`); in window inputs its address
+    begun: Int[ArrayLike, "*R"] | None = None  # tokens of the response at the end of its prompt; None: of no response
 
     def with_max_tokens(self, max_tokens: Int[ArrayLike, "*R"]) -> "Requests":
         """Returns the same requests with other limits."""
@@ -259,6 +260,7 @@ class EngineOptions:
     kv_dtype: str = "model"  # of the pages: "model", as `dtype` says, or "int8"
     weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
     adapters: Lora | None = None  # decoded beside their base; None: there are none, or they are merged
+    continues: bool = False  # prompts may end with the first tokens of their responses (`Request.begun`)
     drafts: int = 0  # most tokens that a step guesses and verifies for a slot (drafts.py)
     draft_rows: int = 0  # rows of a step up to which guesses add to the slots; others only fill rows of idle slots
     row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)
@@ -269,9 +271,9 @@ class EngineOptions:
 
     def check_prompt(self, length: int) -> None:
         """Raises ValueError unless a prompt of this many tokens can be opened."""
-        if not 1 <= length <= self.max_prompt_tokens:
+        if not 1 <= length <= self.longest_prompt:
             raise ValueError(
-                f"a prompt has {length} tokens, and the engine takes 1 to {self.max_prompt_tokens}. Send a shorter "
+                f"a prompt has {length} tokens, and the engine takes 1 to {self.longest_prompt}. Send a shorter "
                 "one, or raise data.max_prompt_tokens: prompts are never cut."
             )
 
@@ -306,9 +308,14 @@ class EngineOptions:
         return pages_lib.num_pages(self.max_prompt_tokens + self.max_response_tokens, self.page_size)
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, those of a response that goes on included."""
+        return self.max_prompt_tokens + (self.max_response_tokens - 1 if self.continues else 0)
+
+    @property
     def prompt_width(self) -> int:
         """Pages of the longest prompt."""
-        return pages_lib.num_pages(self.max_prompt_tokens, self.page_size)
+        return pages_lib.num_pages(self.longest_prompt, self.page_size)
 
 
 def empty_occupancy(o: EngineOptions) -> Occupancy:
@@ -323,6 +330,7 @@ def empty_occupancy(o: EngineOptions) -> Occupancy:
             prompt_row=integers(rows), output_row=integers(rows), park_row=integers(rows) + o.open_prompts,
             sampling=Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats),
             key=jnp.zeros((rows, 2), jnp.uint32),
+            begun=integers(rows) if o.continues else None,
         )  # fmt: skip
 
     slots, prompts = o.slots, o.open_prompts
@@ -362,7 +370,7 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
     return DecodeState(
         **vars(empty_occupancy(o)),
         pools=(empty_pages(shape, dtype), empty_pages(shape, dtype)),
-        prompt_tokens=jnp.zeros((o.open_prompts, o.max_prompt_tokens), jnp.int32),
+        prompt_tokens=jnp.zeros((o.open_prompts, o.longest_prompt), jnp.int32),
         outputs=Outputs(
             tokens=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.int32),
             logprobs=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.float32),

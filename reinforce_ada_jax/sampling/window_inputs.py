@@ -57,6 +57,7 @@ def window_inputs(
                 top_p=_column([entry.sampling.top_p for entry in entries], size, 1, np.float32),
             ),
             key=key,
+            begun=_column([entry.begun for entry in entries], size) if options.continues else None,
         ),
         count=np.asarray(len(entries), np.int32),
         cancelled=np.isin(np.arange(options.output_rows), list(cancelled)),
@@ -77,7 +78,7 @@ def _column(values: Sequence, size: int, empty: int = 0, dtype: type = np.int32)
 
 def _opened_prompts(options: EngineOptions, opened: Sequence[OpenedPrompt]) -> OpenedPrompts:
     rows = options.open_prompts
-    tokens = np.zeros((rows, options.max_prompt_tokens), np.int32)
+    tokens = np.zeros((rows, options.longest_prompt), np.int32)
     for row, prompt in zip(tokens, opened, strict=False):
         row[: len(prompt.tokens)] = prompt.tokens
     return OpenedPrompts(

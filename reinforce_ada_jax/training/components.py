@@ -222,8 +222,12 @@ def engine_options(
     open_prompts = enough_open_prompts(slots, config.collection.samples_per_round)
     barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
     attention = choose_backend(sampling.attention, config.model.numerics)
+    continues = config.collection.overlap == "in_flight"
+    if continues:  # each response that goes on has a prompt of its own
+        open_prompts += slots
     options = EngineOptions(
         slots=slots,
+        continues=continues,
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,
@@ -315,7 +319,7 @@ def deterministic(config: Config) -> bool:
 def rounds_alike(config: Config) -> bool:
     """Returns True if a response keeps its bits when it is drawn in another slot, next to other responses."""
     if config.model.numerics == "invariant":
-        return not config.collection.overlap_iterations  # idle slots decide which responses are prefetched
+        return config.collection.overlap == "none"  # idle slots decide which responses are prefetched
     return not deterministic(config)
 
 

@@ -136,7 +136,7 @@ def _draw_fn(run: Run, source: Source, stop: Stop) -> DrawFn:
         source.weights,
         stream=stream(source.iteration),
         sampling=turn_sampling(config, config.sampling, turns),
-        prefetch_stream=stream(source.iteration + 1) if config.collection.overlap_iterations else None,
+        prefetch_stream=stream(source.iteration + 1) if config.collection.overlap != "none" else None,
         policy_version=source.policy_version,
     )
     shaping = components_lib.shaping(config)
@@ -207,6 +207,7 @@ def draw_metrics(run: Run, drawn: Drawn, groups: Sequence[Group]) -> dict[str, f
         "collection/dispatches": counts["dispatches"],
         "collection/waited_share": counts["waited_steps"] / max(counts["steps"], 1),
         "collection/ahead": sum(age > 0 for age in staleness),
+        "collection/in_flight": sum(bool(response.versions) for pool in pools for response in pool.responses),
         "collection/staleness_max": max(staleness, default=0),
         "time/reshard_s": reshard.seconds,
         "memory/reshard_bytes": reshard.bytes,

@@ -125,7 +125,8 @@ def _within(partial: Mapping[str, PartialRollouts], limit_bytes: int) -> dict[st
     """Returns rollouts of as many prompts as fit into three quarters of the limit; their records need the rest."""
     size, fitting = 0, {}
     for prompt_id, rollouts in partial.items():
-        size += TOKEN_BYTES * sum(len(response.tokens) for response in rollouts.responses if response is not None)
+        found = *(response for response in rollouts.responses if response is not None), *rollouts.begun
+        size += TOKEN_BYTES * sum(len(response.tokens) for response in found)
         if size > 0.75 * limit_bytes:
             break
         fitting[prompt_id] = rollouts

@@ -35,7 +35,7 @@ class Job:
     replacements: Sequence[Prompt] = ()  # prompts that replace those without kept responses
     estimate_fn: EstimateFn | None = None  # of pass rates
     partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id
-    prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))  # prompts of the next collection
+    prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))  # prompts of the next collections
     broken_off: CollectedShard | None = None  # filled if the collection ends early; None: its draws are lost
 
 
@@ -142,7 +142,7 @@ def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple
         job,
         prompts=shard_of(job.prompts, planned),
         replacements=(),
-        prefetch=Prefetch(shard_of(job.prefetch.prompts, {})),
+        prefetch=Prefetch(shard_of(job.prefetch.prompts, {}), job.prefetch.ahead),
         broken_off=None if job.broken_off is None else CollectedShard([]),
     )
     try:

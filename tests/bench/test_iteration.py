@@ -75,7 +75,7 @@ def test_one_iteration_by_its_phases(settings, architecture):
     found = measured["overlap"]
     parts = sum(found[f"{phase}_s"] for phase in (*iteration.PHASES, "other"))
     assert parts == pytest.approx(found["seconds"])
-    assert config.collection.overlap_iterations == 0  # what a variant sets is its own
+    assert config.collection.overlap == "none"  # what a variant sets is its own
 
 
 def test_a_script_is_a_function_of_the_address():

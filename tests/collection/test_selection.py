@@ -122,9 +122,9 @@ def groups(count):
     return [Group(Pool(prompt, (), (), 0, True), np.zeros(0, int), np.zeros(0)) for prompt in make_prompts(count)]
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("overlap", ["none", "finish"])
 def test_replacements_are_never_prompts_that_an_overlap_begins(overlap):
-    config = CollectionConfig(prompts_per_iteration=4, overlap_iterations=overlap)
+    config = CollectionConfig(prompts_per_iteration=4, overlap=overlap)
     prompts = make_prompts(40)
     order = ids(next_prompts(prompts, PromptCursor(seed=0), 40)[0])
     selection = selection_lib.build(config, prompts, 0, extra_batches=2)
@@ -132,7 +132,7 @@ def test_replacements_are_never_prompts_that_an_overlap_begins(overlap):
     assert ids(choice.prompts) == order[:4] and not choice.weights
     selection.observe(groups(4 + 3))
     after = selection_lib.choose(selection, 4, seed=0, iteration=2)
-    if not overlap:  # the data goes on behind what was used
+    if overlap == "none":  # the data goes on behind what was used
         assert ids(choice.replacements) == order[4:12] and not choice.upcoming.prompts
         assert ids(after.prompts) == order[7:11]
         return

@@ -628,10 +628,14 @@ def test_a_users_strategy_may_keep_and_plan_lists():
 @pytest.mark.parametrize(
     ("fields", "overlap", "message"),
     [
-        ("", 1, "overlap_iterations is 1, but .*mine plans draws.*set it to 0"),
-        ("plan=None, needs_estimates=True", 1, "overlap_iterations is 1, but .*mine estimates pass rates.*set it to 0"),
-        ("extra_batches=2", 0, "mine estimates pass rates .*extra_batches are 2: .* Set extra_batches to 0"),
-        ("plan=None, needs_estimates=True, extra_batches=2", 0, "prompts that replace others have no estimate in time"),
+        ("", "finish", "overlap is 'finish', but .*mine plans draws.*set it to 'none'"),
+        ("plan=None, needs_estimates=True", "finish", "overlap is 'finish', but .*mine estimates pass rates"),
+        ("extra_batches=2", "none", "mine estimates pass rates .*extra_batches are 2: .* Set extra_batches to 0"),
+        (
+            "plan=None, needs_estimates=True, extra_batches=2",
+            "none",
+            "prompts that replace others have no estimate in time",
+        ),
     ],
 )
 def test_estimates_of_a_strategy_of_ones_own_are_there_in_time(tmp_path, fields, overlap, message):
@@ -643,10 +647,10 @@ def test_estimates_of_a_strategy_of_ones_own_are_there_in_time(tmp_path, fields,
     )
     assert strategies.build(config(f"{file}:planned", group_size=4)).estimates
     with pytest.raises(ValueError, match=message):
-        strategies.build(config(f"{file}:mine", group_size=4, overlap_iterations=overlap))
+        strategies.build(config(f"{file}:mine", group_size=4, overlap=overlap))
 
 
 def test_estimates_of_a_control_variate_are_there_in_time():
-    settings = {"objective": "log", "control_variate": "noise", "overlap_iterations": 1}
+    settings = {"objective": "log", "control_variate": "noise", "overlap": "finish"}
     with pytest.raises(ValueError, match="balance estimates pass rates after .* or use a number as control variate"):
         strategies.build(config("balance", group_size=4, **settings))

@@ -85,7 +85,7 @@ POSITIVE = """
         ("reward.completions", "messages", "must be one of auto, text, chat"),
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
         ("collection.group_size", 1, r"at least 2 \(a group of one has no baseline"),
-        ("collection.overlap_iterations", 2, "it must be 0 or 1"),
+        ("collection.overlap", "ahead", "it must be one of none, finish, in_flight"),
         ("learning.attention", "pallas_tpu", "one of auto, jnp, blocks, splash, cudnn"),
         ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
         *[
@@ -160,7 +160,7 @@ def test_training_samples_the_policy_as_it_is(cut):
 def test_a_barrier_needs_pages_for_every_prompt_and_forbids_overlap():
     barrier = {"collection.barrier": True}
     with pytest.raises(ValueError, match="choose one of them"):
-        config_lib.check(changed(**barrier, **{"collection.overlap_iterations": 1}))
+        config_lib.check(changed(**barrier, **{"collection.overlap": "finish"}))
     # 512 prompts of 16 pages, 48 of one with its response, and the one that is never handed out.
     with pytest.raises(ValueError, match="pages is 8240: with collection.barrier all 512 prompts .* are 8241 of 64"):
         config_lib.check(changed(**barrier, **{"sampling.pages": 8240}))
@@ -286,12 +286,12 @@ def test_collection_settings_that_cannot_be_meant(settings, message):
         {"strategy": "estimate", "objective": "power", "allocation": "hybrid"},
         {"strategy": "estimate", "allocation": "variance"},
         {"strategy": "positive", "unmet": "drop"},
-        {"unmet": "replace", "keep": "pool", "overlap_iterations": 1},
-        {"strategy": "dapo", "overlap_iterations": 1},
+        {"unmet": "replace", "keep": "pool", "overlap": "finish"},
+        {"strategy": "dapo", "overlap": "finish"},
         {"objective": "power", "objective_alpha": 2.0, "objective_epsilon": 0.0},
         {"strategy": "ngu", "retry_probability": 1.0},
         {"strategy": "ngu", "retry_probability": 0.99, "max_draws": 0},
-        {"strategy": "ngu", "overlap_iterations": 1},
+        {"strategy": "ngu", "overlap": "finish"},
     ],
 )
 def test_collection_settings_at_their_limits(settings):
@@ -301,8 +301,8 @@ def test_collection_settings_at_their_limits(settings):
 
 
 def test_no_overlap_where_the_next_prompts_draws_are_unknown():
-    overlap = {"collection.strategy": "estimate", "collection.overlap_iterations": 1}
-    with pytest.raises(ValueError, match="before it is known how many draws estimate will allot .*set it to 0"):
+    overlap = {"collection.strategy": "estimate", "collection.overlap": "finish"}
+    with pytest.raises(ValueError, match="before it is known how many draws estimate will allot .*set it to 'none'"):
         config_lib.check(changed(**overlap))
 
 
@@ -310,7 +310,7 @@ def test_no_overlap_where_the_last_verdicts_choose_the_prompts():
     chosen = {"collection.selection": "mine.py:Mine"}
     config_lib.check(changed(**chosen))
     with pytest.raises(ValueError, match="selection is 'mine.py:Mine', which chooses .* after the last .*shuffled"):
-        config_lib.check(changed(**chosen, **{"collection.overlap_iterations": 1}))
+        config_lib.check(changed(**chosen, **{"collection.overlap": "finish"}))
 
 
 def test_where_prompts_can_be_drawn_with_probabilities():
@@ -320,9 +320,7 @@ def test_where_prompts_can_be_drawn_with_probabilities():
     with pytest.raises(ValueError, match="without a correction: the update is a mean over rows.* exact or stratified"):
         config_lib.check(changed(**proportional, **{"collection.correction": "none"}))
     with pytest.raises(ValueError, match="chooses prompts after the last"):
-        config_lib.check(
-            changed(**proportional, **{"collection.correction": "exact", "collection.overlap_iterations": 1})
-        )
+        config_lib.check(changed(**proportional, **{"collection.correction": "exact", "collection.overlap": "finish"}))
 
 
 def test_responses_drawn_ahead_are_young_enough_to_be_trained_on():
@@ -330,7 +328,7 @@ def test_responses_drawn_ahead_are_young_enough_to_be_trained_on():
     sizes = {"collection.strategy": "ngu", "learning.prompts_per_update": 64}
     config_lib.check(changed(**sizes))
     split = {"mesh.sampler": 1}
-    for ahead, cause in ((split, "mesh.sampler"), ({"collection.overlap_iterations": 1}, "overlap_iterations")):
+    for ahead, cause in ((split, "mesh.sampler"), ({"collection.overlap": "finish"}, "collection.overlap")):
         with pytest.raises(ValueError, match=f"max_age is 4, but .*{cause}.* 8 updates old.* at least 8"):
             config_lib.check(changed(**sizes, **ahead))
         config_lib.check(changed(**sizes, **ahead, **{"collection.max_age": 8}))
@@ -343,7 +341,7 @@ def test_a_users_strategy_is_checked_when_it_is_built():
     mine = {"collection.strategy": "mine.py:f", "learning.prompts_per_update": 64, "estimator.kind": "value"}
     split = changed(**mine, **{"mesh.sampler": 1})
     config_lib.check_strategy(split, max_age=8, estimates=False)
-    with pytest.raises(ValueError, match="max_age of mine.py:f is 7, but mesh.sampler .* at least 8"):
+    with pytest.raises(ValueError, match="max_age of mine.py:f is 7, but with mesh.sampler .* at least 8"):
         config_lib.check_strategy(split, max_age=7, estimates=False)
     with pytest.raises(ValueError, match="estimator.kind is 'value', .* use 'ema'"):
         config_lib.check_strategy(split, max_age=None, estimates=True)
@@ -374,7 +372,9 @@ def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches(
     ("changes", "message"),
     [
         ({"mesh.sampler": 3, "mesh.tensor": 2}, "mesh.sampler is 3, and must be a multiple of mesh.tensor, which is 2"),
-        ({"mesh.sampler": 1, "collection.overlap_iterations": 1}, "Set overlap_iterations to 0"),
+        ({"mesh.sampler": 1, "collection.overlap": "finish"}, "Set collection.overlap to 'none'"),
+        ({"mesh.sampler": 1, "collection.max_staleness": 2}, "draw one iteration ahead. Set max_staleness to 1 or 0"),
+        ({"collection.overlap": "in_flight", "collection.max_staleness": 0}, "Set max_staleness to 1, or overlap to"),
         (
             {"mesh.sampler": 1, "collection.strategy": "estimate", "estimator.kind": "value"}
             | {"collection.objective": "log"},
@@ -385,7 +385,7 @@ def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches(
             | {"collection.objective": "log", "collection.control_variate": "noise"},
             "estimator.kind is 'value', .* use 'ema'",
         ),
-        ({"collection.max_staleness": 2}, "it must be 0 or 1"),
+        ({"collection.max_staleness": 17}, "must be at most 16"),
     ],
 )
 def test_devices_that_cannot_be_split(changes, message):
@@ -415,8 +415,8 @@ def test_rows_that_cannot_be_cut(changes, message):
 
 def test_trajectories_of_the_next_iteration_are_refused():
     turns = {"environment.path": "mine.py:Game", "data.template": "chat"}
-    with pytest.raises(ValueError, match="overlap_iterations is 1: .* without their environments. Set it to 0"):
-        config_lib.check(changed(**turns, **{"collection.overlap_iterations": 1}))
+    with pytest.raises(ValueError, match="overlap is 'finish': .* without their environments. Set it to 'none'"):
+        config_lib.check(changed(**turns, **{"collection.overlap": "finish"}))
     config_lib.check(changed(**turns))
 
 
@@ -493,7 +493,7 @@ def reads() -> set[str]:
 
 
 def test_every_setting_is_read_by_something():
-    found = reads() | {"max_staleness"}  # Config.draws_ahead
+    found = reads() | {"max_staleness"}  # by properties of the configuration
     assert [key for key, _ in config_lib.settings() if key.split(".")[-1] not in found] == []
     assert "planted" not in found
 

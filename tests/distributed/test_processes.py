@@ -188,7 +188,7 @@ def test_more_processes_make_the_run_of_one_through_an_end_of_any(start, tmp_pat
 
 @pytest.mark.slow
 def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
-    flags = ("--config.collection.overlap_iterations=1", "--config.checkpoint.every=1")
+    flags = ("--config.collection.overlap=finish", "--config.checkpoint.every=1")
     finished(start(tmp_path / "two", 2, *flags, devices=4))
     _, record = restored(tmp_path / "two", SMALL["iterations"] - 1)
     assert partial_from_text(record["partial_rollouts"]), "the checkpoint holds what both drew ahead"

@@ -218,17 +218,17 @@ def test_activations_of_smollm2_are_those_of_its_products():
 @pytest.mark.parametrize(
     ("cap", "overlap", "split", "staleness", "dtypes", "expected"),
     [
-        (None, 0, 0, 1, MODEL, None), (None, 1, 0, 1, MODEL, 2.0), (3.0, 1, 0, 1, MODEL, 3.0),
-        (3.0, 0, 0, 1, MODEL, 3.0), (None, 0, 1, 1, MODEL, 2.0), (3.0, 0, 1, 1, MODEL, 3.0),
-        (None, 0, 1, 0, MODEL, None), (None, 0, 0, 1, ("int8", "model"), 2.0), (3.0, 0, 0, 1, ("int8", "model"), 3.0),
-        (None, 0, 0, 1, ("model", "int8"), 2.0),
+        (None, "none", 0, 1, MODEL, None), (None, "finish", 0, 1, MODEL, 2.0), (3.0, "finish", 0, 1, MODEL, 3.0),
+        (None, "in_flight", 0, 1, MODEL, 2.0), (3.0, "none", 0, 1, MODEL, 3.0), (None, "none", 1, 1, MODEL, 2.0),
+        (3.0, "none", 1, 1, MODEL, 3.0), (None, "none", 1, 0, MODEL, None), (None, "none", 0, 1, ("int8", "model"), 2.0),
+        (3.0, "none", 0, 1, ("int8", "model"), 3.0), (None, "none", 0, 1, ("model", "int8"), 2.0),
     ],
 )  # fmt: skip
 def test_responses_of_earlier_weights_or_in_int8_have_a_capped_weight(cap, overlap, split, staleness, dtypes, expected):
     config = Config(
         sampling=SamplingConfig(kv_dtype=dtypes[0], weight_dtype=dtypes[1]),
         learning=LearningConfig(truncated_is_cap=cap, clip_low=0.1),
-        collection=CollectionConfig(overlap_iterations=overlap, max_staleness=staleness),
+        collection=CollectionConfig(overlap=overlap, max_staleness=staleness),
         mesh=MeshConfig(sampler=split),
     )
     assert loss_config(config).truncated_is_cap == expected

@@ -18,12 +18,12 @@ def line(busy=0.25, speculative=False, **collection):
     ("changes", "remedy"),
     [
         ({}, "collection.speculative=True starts rounds"),
-        ({"speculative": True}, "collection.overlap_iterations=1 starts"),
-        ({"speculative": True, "overlap_iterations": 1}, "sampling.slots=20 costs less"),
+        ({"speculative": True}, "collection.overlap=finish starts"),
+        ({"speculative": True, "overlap": "finish"}, "sampling.slots=20 costs less"),
         ({"barrier": True}, "collection.barrier=False starts"),
         ({"prompts_per_iteration": 16}, "16 prompts * 2 = 32 responses. collection.prompts_per_iteration=32 fills"),
         ({"prompts_per_iteration": 16}, "sampling.slots=32 leaves"),
-        ({"strategy": "grpo", "group_size": 8}, "collection.overlap_iterations=1 starts"),
+        ({"strategy": "grpo", "group_size": 8}, "collection.overlap=finish starts"),
     ],
 )
 def test_a_quarter_of_the_slots_is_busy(changes, remedy):

@@ -38,7 +38,7 @@ def ends_inside(patch, number):
 
 CASES = {
     "plain": {},
-    "overlap": {"collection.overlap_iterations": 1},
+    "overlap": {"collection.overlap": "finish"},
     "split devices": {"mesh.sampler": 1},
     "sharded adapters, reference": {"mesh.fsdp": 2, "mesh.data": 2, "lora.rank": 4, "learning.kl_coefficient": 0.01},
 }

@@ -237,7 +237,7 @@ def test_rewards_of_other_programs_train_and_are_part_of_the_run(trained, tmp_pa
 def test_responses_drawn_before_the_reward_changed_are_graded_again(trained, tmp_path):
     file, workdir = tmp_path / "mine.py", tmp_path / "run"
     file.write_text("def grade(response, answer):\n    return 0.25\n")
-    settings = {"path": f"{file}:grade", "collection.overlap_iterations": 1}
+    settings = {"path": f"{file}:grade", "collection.overlap": "finish"}
     trained(workdir, **settings)
     file.write_text("def grade(response, answer):\n    return 0.5\n")
     trained(workdir, **settings, **{"iterations": 2, "checkpoint.accept_changed_reward": True})

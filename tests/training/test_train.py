@@ -259,7 +259,7 @@ def test_kills_at_random_moments(start, tmp_path):
 
 @pytest.mark.slow  # test_train_strategies.py has one such run that is resumed
 def test_with_overlapping_iterations_too(start, tmp_path):
-    overlap = "--config.collection.overlap_iterations=1"
+    overlap = "--config.collection.overlap=finish"
     finish(start(tmp_path / "unbroken", overlap))
     process = start(tmp_path / "run", overlap)
     wait_for_lines(process, tmp_path / "run", 5)

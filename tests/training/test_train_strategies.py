@@ -25,7 +25,7 @@ FLAGS = {
 NGU = {
     "collection.strategy": "ngu",
     "collection.max_draws": 16,
-    "collection.overlap_iterations": 1,
+    "collection.overlap": "finish",
     "collection.max_age": 2,
     "learning.kl_coefficient": 0.01,
 }
@@ -41,6 +41,14 @@ RUNS = {
     },
     "ngu": NGU,
     "ngu without a limit": NGU | {"collection.max_draws": 0},
+    # 32 draws in 24 slots, two tokens in a window: responses of the next iteration run when one ends.
+    "in flight": {
+        "collection.strategy": "grpo",
+        "collection.overlap": "in_flight",
+        "sampling.window": 2,
+        "sampling.slots": 24,
+        "model.numerics": "invariant",
+    },
     "ema": ESTIMATE,
     "positive": {
         "collection.strategy": "positive",
@@ -135,3 +143,4 @@ def check(name, lines, record):
     if name.startswith("ngu"):
         assert any(line["collection/ahead"] for line in lines)
         assert lines[0]["update/kl"] < lines[-1]["update/kl"] < 0.1
+    assert any(line["collection/in_flight"] for line in lines) == (name == "in flight")

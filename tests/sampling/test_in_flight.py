@@ -1,0 +1,101 @@
+"""Responses that are cut at the end of a collection and go on in the next one (`collection.overlap` = in_flight)."""
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.collect import CarriedRollouts, collect
+from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
+from reinforce_ada_jax.learning.batch import Example, make_batch
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.types import Prefetch, Prompt
+from tests.sampling import tiny
+
+NOW, THEN = tiny.PROMPTS[:1], tiny.PROMPTS[3:]
+# p1 has 2 draws, so that most slots draw for p16 and p17, whose responses have up to 12 tokens, 2 in a window.
+STRATEGY = strategies.Strategy(
+    next_draws=lambda record: 0 if record.rounds else (2 if record.prompt.id == "p1" else tiny.DRAWS),
+    max_draws=tiny.DRAWS, met=lambda record: True, keep=strategies.keep_all, max_kept=None,
+)  # fmt: skip
+
+
+def collected(rollouts, prompts, params, version, **carried):
+    """The samples of a collection in stream `version`, which may begin those of the next stream."""
+    sampling = SamplingParams(tiny.LIMIT)
+    sample_fn = rollouts.sampler(
+        params, stream=version, prefetch_stream=version + 1, policy_version=version, sampling=sampling
+    )
+    pools = collect(prompts, sample_fn, tiny.verdicts, STRATEGY, carried=CarriedRollouts(**carried))
+    tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
+    return tiny.samples(pools)
+
+
+def in_flight(**changes):
+    return tiny.rollouts(slots=6, window=2, open_prompts=12, continues=True, **changes)
+
+
+def cut_and_continued(rollouts, later):
+    """The samples of p16 and p17 of which a collection of p1 drew the first tokens; `later` are the next weights."""
+    prefetch = Prefetch(THEN)
+    collected(rollouts, NOW, tiny.params(), 0, prefetch=prefetch)
+    partial = partial_from_text(partial_to_text(prefetch.partial))  # as a checkpoint has them
+    begun = [response for rollouts in partial.values() for response in rollouts.begun]
+    assert begun and all(response.is_cut and not response.truncated for response in begun)
+    return begun, collected(rollouts, THEN, later, 1, partial=partial)
+
+
+def test_under_the_same_weights_a_cut_response_is_the_one_that_was_not_cut():
+    """The noise of a token has the address of its place in the response, not of its place behind the cut."""
+    rollouts = in_flight()
+    begun, samples = cut_and_continued(rollouts, tiny.params())
+    tiny.assert_same(tiny.draw(tiny.rollouts(), prompts=THEN, stream=1), samples, prompts=THEN, stream=1)
+    for response in begun:
+        whole = samples[response.prompt_id, response.draw]
+        assert len(whole.tokens) > len(response.tokens)
+        np.testing.assert_array_equal(whole.tokens[: len(response.tokens)], response.tokens)
+        np.testing.assert_array_equal(whole.logprobs[: len(response.tokens)], response.logprobs)
+        assert whole.versions == ((0, len(response.tokens)), (1, len(whole.tokens) - len(response.tokens)))
+
+
+def test_each_token_has_the_log_probability_of_the_weights_that_drew_it():
+    """So importance weights can be taken token by token. A cache kept from the old weights would be of neither."""
+    later = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(5), x.shape), tiny.params())
+    _, samples = cut_and_continued(in_flight(), later)
+    prompt_of = {prompt.id: prompt for prompt in THEN}
+    rows = [Example(prompt_of[response.prompt_id].tokens, response) for response in samples.values()]
+    batch = make_batch(rows, max_prompt_tokens=tiny.OPTIONS.max_prompt_tokens, max_response_tokens=tiny.LIMIT)
+    gaps = [np.abs(tiny._logprobs(params, batch, 1.0) - batch.behaviour_logprobs) for params in (tiny.params(), later)]
+    of_version = [(batch.policy_version == version) & batch.response_mask for version in (0, 1)]
+    assert all(mask.sum() > 10 for mask in of_version)
+    for version, mask in enumerate(of_version):
+        assert np.asarray(gaps[version])[mask].max() < 1e-4
+        assert np.asarray(gaps[1 - version])[mask].mean() > 1e-2
+
+
+def test_without_it_the_responses_are_waited_for():
+    prefetch = Prefetch(THEN)
+    collected(tiny.rollouts(slots=6, window=2, open_prompts=12), NOW, tiny.params(), 0, prefetch=prefetch)
+    assert prefetch.partial and not any(rollouts.begun for rollouts in prefetch.partial.values())
+
+
+def test_a_prompt_and_the_most_of_a_response_are_accepted():
+    options = in_flight().engine.options
+    options.check_prompt(tiny.OPTIONS.max_prompt_tokens + tiny.LIMIT - 1)
+    with pytest.raises(ValueError, match="a prompt has 29 tokens, and the engine takes 1 to 28"):
+        options.check_prompt(tiny.OPTIONS.max_prompt_tokens + tiny.LIMIT)
+
+
+def test_draws_that_no_prompt_needs_are_cut_and_count_as_discarded():
+    """Single draws until the first success, drawn ahead of verdicts: those that run when it is found end there."""
+    prompt = Prompt("p4", "", "", tiny.PROMPTS[1].tokens)
+    strategy = strategies.Strategy(
+        next_draws=lambda record: int(not record.correct), max_draws=tiny.DRAWS, met=lambda record: True,
+        keep=strategies.keep_all, max_kept=None,
+    )  # fmt: skip
+    pools = tiny.collect_pools(in_flight(), strategy, prompts=[prompt], speculative=True)
+    cut = tiny.collect_pools(
+        tiny.rollouts(slots=6, window=2, open_prompts=12), strategy, prompts=[prompt], speculative=True
+    )
+    tiny.assert_same(tiny.samples(cut), tiny.samples(pools), prompts=[prompt])
+    assert sum(pools[0].discarded) < sum(cut[0].discarded)
