@@ -63,6 +63,7 @@ class Outcome:
     output: bytes
     limit: str  # the limit that ended it ("time", "memory", "output"), or ""
     code: int  # its exit code; 128 and the number of the signal that ended it
+    other_code: int = 0  # exit code of the program whose end closed its channel, if that is an error
 
 
 # ---- in the child ----------------------------------------------------------------------------------------------------
@@ -321,7 +322,9 @@ def _run(
         limit = "output"
     if any(each.code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL) for each in running):
         limit = limit or "time"
-    return Outcome(output, limit, 128 + signal.SIGKILL if main.code is None else main.code)
+    codes = [each.code for each in running[1:] if main.code == CHANNEL_CLOSED]
+    other_code = next((code for code in codes if code not in (None, 0, CHANNEL_CLOSED)), 0)
+    return Outcome(output, limit, 128 + signal.SIGKILL if main.code is None else main.code, other_code)
 
 
 _TRIAL = Limits(processor_s=5, wall_s=10.0, memory_bytes=2**29, files_bytes=2**20, processes=8)

@@ -1,7 +1,7 @@
 """Reward of a program: the share of its tests that it passes, each run in a sandbox of its own.
 
 The program is the last fenced block of the response. It never sees an expected value: outputs are compared here, and
-assertions run in a second sandbox, which calls the program's functions (`code_sides`).
+assertions run in a second sandbox, which calls the program's functions (`code_test_side`).
 """
 
 import json
@@ -11,42 +11,91 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reinforce_ada_jax.isolation import sandbox
 from reinforce_ada_jax.isolation.sandbox import Limits, Outcome, Program
-from reinforce_ada_jax.rewards import code_sides
 from reinforce_ada_jax.rewards.code_tests import FunctionCall, InputOutput, Test, read_tests
+from reinforce_ada_jax.rewards.code_wire import close
 from reinforce_ada_jax.rewards.dialects import Columns, RewardFn
 from reinforce_ada_jax.types import Verdict
 
-_FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+#.-]*)(.*)")
 _PYTHON = ("", "py", "python", "python3")
-_SIDES = pathlib.Path(code_sides.__file__).read_text(encoding="utf-8")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+_UNSUPPORTED = re.compile(r"unsupported_\w+", re.ASCII)
+_NEW_MODULE = """
+import sys, types
+
+def new(name, text):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), vars(module))
+"""
 _SPARE_S = 0.5  # for the start and the end of a sandbox
+
+
+def _source(name: str, *parts: str) -> str:
+    """Returns the text of a module for `python -c`, which gets the parts that it imports as modules.
+
+    No file of this package is in a sandbox.
+    """
+    folder, package = pathlib.Path(__file__).parent, __name__.rpartition(".")[0]
+    texts = {part: (folder / f"{part}.py").read_text(encoding="utf-8") for part in (*parts, name)}
+    made = (f"new('{package}.{part}', {texts[part]!r})" for part in parts)
+    return "\n".join([_NEW_MODULE, *made, texts[name]])
+
+
+_SCRIPT = _source("code_script")
+_PROGRAM_SIDE = _source("code_program_side", "code_script", "code_wire")
+_TEST_SIDE = _source("code_test_side", "code_wire", "code_names", "code_remote")
+
+
+def _blocks(response: str) -> Iterator[tuple[str, str]]:
+    """Yields the mark and the text of each fenced block, without the indentation of its fence, as in Markdown.
+
+    The time is about linear in the length: a fence that nothing closes is looked for only once.
+    """
+    lines = re.sub("\r\n?", "\n", response).split("\n")
+    never_closed = {"`": math.inf, "~": math.inf}  # from this length on
+    after = 0
+    for number, line in enumerate(lines, 1):
+        found = _FENCE.fullmatch(line)
+        if number <= after or not found:
+            continue
+        indent, fence, mark, rest = found.groups()
+        if len(fence) >= never_closed[fence[0]] or (fence[0] == "`" and "`" in rest):
+            continue
+        stripped = ((end, lines[end].strip(" \t")) for end in range(number, len(lines)))
+        closing = (end for end, text in stripped if text.startswith(fence) and not text.strip(fence[0]))
+        if (end := next(closing, None)) is None:
+            never_closed[fence[0]] = len(fence)
+            continue
+        after = end + 1
+        block = "".join(f"{each}\n" for each in lines[number:end])
+        yield mark.lower(), re.sub(f"^[ \t]{{0,{len(indent)}}}", "", block, flags=re.MULTILINE)
 
 
 def program_of(response: str) -> str | None:
     """Returns the last fenced block that is marked as Python, or else the last without a mark; None: there is none."""
-    blocks = {language.lower() in _PYTHON[1:]: text for _, language, text in _FENCED.findall(response)
-              if language.lower() in _PYTHON}  # fmt: skip
+    blocks = {mark in _PYTHON[1:]: text for mark, text in _blocks(response) if mark in _PYTHON}
     return blocks.get(True, blocks.get(False))
 
 
 def _same_token(written: str, expected: str) -> bool:
     if written == expected:
         return True
-    try:
-        found, wanted = float(written), float(expected)
-    except ValueError:
-        return False
-    allowed = 1e-6 * max(1.0, abs(wanted)) if math.isfinite(wanted) else 0.0
-    return "." in expected and (found == wanted or abs(found - wanted) <= allowed)
+    is_number = _NUMBER.fullmatch(written) and _NUMBER.fullmatch(expected) and not _WHOLE.fullmatch(expected)
+    return bool(is_number) and math.isfinite(float(expected)) and close(float(written), float(expected))
 
 
 def same_output(written: str, expected: str) -> bool:
-    """Returns True if two outputs have the same words; numbers with a decimal point may differ by a relative 1e-6."""
+    """Returns True if two outputs have the same words.
+
+    Where a number with a decimal point or an exponent is expected, 1e-6 is allowed, absolute or relative. Two whole
+    numbers must be equal.
+    """
     ours, theirs = written.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))
 
@@ -56,7 +105,7 @@ def _reason(outcome: Outcome) -> str:
 
 
 def _run_program(program: bytes, test: InputOutput, limits: Limits) -> tuple[bool, str]:
-    outcome = sandbox.run([Program(["program.py"], {"program.py": program}, test.input.encode())], limits)
+    outcome = sandbox.run([Program(["-c", _SCRIPT], {"program.py": program}, test.input.encode())], limits)
     reason = _reason(outcome)
     return not reason and same_output(outcome.output.decode(errors="replace"), test.output), reason
 
@@ -75,12 +124,17 @@ def _run_test(program: bytes, test: Test, limits: Limits) -> tuple[bool, str]:
     with ours, theirs:
         files = {"program.py": program}
         sides = [
-            Program(["-c", _SIDES, "test"], stdin=json.dumps(given).encode(), channel=ours.fileno()),
-            Program(["-c", _SIDES, "program"], files, channel=theirs.fileno()),
+            Program(["-c", _TEST_SIDE], stdin=json.dumps(given).encode(), channel=ours.fileno()),
+            Program(["-c", _PROGRAM_SIDE], files, channel=theirs.fileno()),
         ]
         outcome = sandbox.run(sides, limits, on_start=[ours.close, theirs.close])
-    passed = outcome.output.decode(errors="replace") == token
-    return passed, "" if passed or not outcome.limit else f"{outcome.limit}_limit"
+    verdict = outcome.output.decode(errors="replace")
+    if verdict == token:
+        return True, ""
+    if outcome.limit:
+        return False, f"{outcome.limit}_limit"
+    # The exit code of the test says only that an assertion failed; that of the program, that it ended early.
+    return False, verdict if _UNSUPPORTED.fullmatch(verdict) else "exception" if outcome.other_code else ""
 
 
 def grader(*, time_limit_s: float, max_tests: int, limits: Mapping[str, Any]) -> RewardFn:

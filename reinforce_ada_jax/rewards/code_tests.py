@@ -124,7 +124,7 @@ def _assertions(code: str) -> Assertions:
 def _runs(code: str) -> bool:
     """Returns True if a test, or a runner of tests, does more than define names: otherwise every program would pass.
 
-    An `async` test counts only where unittest awaits it, a class only where it is collected (`code_sides.run_class`).
+    An `async` test counts only where unittest awaits it, a class only where it is collected (`run_class`).
     """
     function = (ast.FunctionDef, ast.AsyncFunctionDef)
     defining = (*function, ast.Import, ast.ImportFrom, ast.ClassDef, ast.Assign, ast.AnnAssign)

@@ -1,4 +1,4 @@
-"""Grading of programs by tests: what is right, and what 79 hostile programs may cost.
+"""Grading of programs by tests: what is right, and what hostile programs may cost.
 
 Each file in hostile_programs/ begins with "# MODE: REWARD REASON". In the mode "stdout" the program must print the
 square of its input, in the mode "assert" define `square`. A program that tries to reach something prints the right
@@ -11,6 +11,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -186,6 +187,8 @@ def test_functions_are_called_from_another_process(pool, program, columns):
          {"test": "from solution import f\n\ndef test_f():\n    assert len(f(1)) == 3"}),
         ("def f(x):\n    return 0.5", {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [Infinity]}'}),
         ("def f(x):\n    return 1.0000001", {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [1]}'}),
+        ("def f(x):\n    return x - 1",
+         {"input_output": '{"fn_name": "f", "inputs": [[1234568.0]], "outputs": [1234568.0]}'}),
     ],
 )  # fmt: skip
 def test_what_is_wrong_stays_wrong(pool, program, columns):
@@ -219,10 +222,24 @@ def test_a_program_never_sees_what_is_expected(pool):
         ("```python\na\n```\n```cpp\nb\n```", "a\n"),
         ("print(49)", None),
         ("```python\nprint(49)", None),
+        # In a list, with the line ends of Windows, with a longer fence at the end.
+        ("1. a\n\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
+        ("- a\n\t```python\n\ta\n\n\tb\n\t```", "a\n\nb\n"),
+        ("Text\r\n```python\r\na\r\nb\r\n```\r\n", "a\nb\n"),
+        ("```python\na\n````\n", "a\n"),
+        ("````\n```python\na\n```", "a\n"),  # the first fence is never closed
+        ("```a = 1``` is text\n```python\nb\n```", "b\n"),
     ],
 )
 def test_the_program_is_the_last_fenced_block_of_python(response, program):
     assert code.program_of(response) == program
+
+
+@pytest.mark.parametrize("lines", ["```a", "~~~a\n```b", "`" * 53 + "x", "```python\na\n````\n```"])
+def test_fences_that_nothing_closes_take_no_time(lines):
+    start = time.process_time()
+    code.program_of(f"{lines}\n" * 10_000)
+    assert time.process_time() - start < 5.0  # one of them took 300 s when each fence was looked for to the end
 
 
 def test_a_response_without_a_program_has_a_reason(pool):
@@ -236,6 +253,15 @@ def test_a_response_without_a_program_has_a_reason(pool):
         ("0.3000001", "0.3", True),
         ("0.301", "0.3", False),
         ("49.0", "49", False),
+        ("1234567.00", "1234568.00", False),  # whole numbers, within a relative 1e-6
+        ("1234568.00", "1234568.0", True),
+        ("1234567.25", "1234568.25", True),
+        ("1234566.25", "1234568.25", False),
+        ("0.00001", "1e-05", True),
+        ("100000.2", "1e5", False),
+        ("1234567890123456789", "1234567890123456788", False),
+        ("4_9.5", "49.5", False),
+        ("\u0664\u0669.5", "49.5", False),  # Arabic digits
         ("nan", "0.5", False),
         ("", "49", False),
     ],

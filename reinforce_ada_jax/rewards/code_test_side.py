@@ -1,0 +1,313 @@
+"""The process of a test that calls functions: it runs the test, and asks `code_program_side` for each call.
+
+The test never runs in the program's process, where a program could change the meaning of a comparison, end the process
+with code 0, or find the expected value. It calls the program's functions over a socket. Arguments and results travel as
+data: numbers, texts, bytes, dates, containers and arrays. Any other object of the program stays in its process, and the
+test has a `Remote` in its place. So the two sides share no object, and a result that equals everything is only a
+`Remote` that equals nothing but other objects of the program. What the program sends is checked: it decides neither
+what a module of Python does in the test, nor when a loop of the test ends.
+
+What a test cannot do with a `Remote` ends it with a reason, "unsupported_" and a word: an exception might be one that
+the test expects.
+
+Nothing of this package can be imported here, except what `code` puts in place of its modules.
+"""
+
+import ast
+import functools
+import importlib
+import itertools
+import json
+import os
+import socket
+import sys
+import types
+
+from reinforce_ada_jax.rewards.code_names import Names
+from reinforce_ada_jax.rewards.code_remote import (
+    VERDICT,
+    ErrorClass,
+    Remote,
+    attribute_of_error,
+    remote_class,
+    unsupported,
+)  # fmt: skip
+from reinforce_ada_jax.rewards.code_wire import PLAIN, close, decode, encode, python_error
+
+CHANNEL_CLOSED = 3  # exit code, as in isolation/sandbox.py
+MAX_ANSWER = 2**25  # bytes
+# Exceptions from reading an answer that `code_program_side` did not write.
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+
+
+class Channel:
+    """Requests to the program, and the objects of each side that the other one knows by number."""
+
+    def __init__(self, connection):
+        self.lines = connection.makefile("rwb")
+        self.found, self.classes = {}, {}
+        self.mine = []
+
+    def keep(self, value):
+        """Describes an object for the program; only its own objects, Python's, and functions that it may call."""
+        own = value if isinstance(value, Remote) else getattr(value, "__remote__", None)
+        if isinstance(own, Remote):
+            return {"number": own.__state__.number}
+        python = name_in_python(value)
+        if not python and not is_function(value):
+            unsupported("argument")
+        index = next((index for index, each in enumerate(self.mine) if each is value), len(self.mine))
+        self.mine[index:] = self.mine[index:] or [value]
+        name = getattr(value, "__name__", "function")
+        return {"mine": index} | ({"python": python} if python else {"name": str(name)})
+
+    def find(self, content):
+        """Returns the test's object for a description."""
+        if "mine" in content:
+            return self.mine[content["mine"]]
+        number = int(content["number"])
+        if "error" in content:
+            return self.error(content["error"])
+        if "error_class" in content and isinstance(kind := self.error_class(content["error_class"]), ErrorClass):
+            return kind
+        if content.get("await") is True:
+            return self.awaited(number)
+        if number not in self.found:
+            self.found[number] = remote_class(tuple(content.get("can", ["__call__"])))(self.ask, number)
+        return self.found[number]
+
+    async def awaited(self, number):
+        return self.ask("await", number)
+
+    def error_class(self, content):
+        """Returns a class for one of the program's classes of exceptions; it is never one of Python's own.
+
+        So a name of the program cannot catch a failed assertion. Where the program names its class as a built-in one,
+        the test may mean either.
+        """
+        name, module = str(content["name"]), str(content["module"])
+        number = content.get("number")
+        if number is None and (known := python_error(module, name)):
+            return known
+        bases = [self.error_class(base) for base in content["bases"]]
+        if number is None:
+            return next(iter(bases), Exception)
+        if (number := int(number)) not in self.classes:
+            bases = [base for base in bases if base is not Exception] or [python_error("builtins", name) or Exception]
+            methods = {"__remote__": remote_class(("__call__",))(self.ask, number), "__getattr__": attribute_of_error,
+                       "__str__": lambda self: self.__text__}  # fmt: skip
+            self.classes[number] = ErrorClass(name, tuple(bases), methods)
+        return self.classes[number]
+
+    def error(self, content):
+        """Returns an exception as the program describes it."""
+        kind, text, args = self.error_class(content["class"]), str(content["text"])[:1000], content["args"]
+        if not all(arg is None or isinstance(arg, PLAIN) for arg in args):
+            raise ValueError("arguments of an exception that are no data")
+        error = kind.__new__(kind, *args)
+        if isinstance(kind, ErrorClass):
+            remote = remote_class(())(self.ask, int(content["number"]))
+            error.__dict__.update(__remote__=remote, __text__=text)
+        elif str(error) != text:
+            error.args = (text,)
+        return error
+
+    def call_back(self, index, args, kwargs):
+        """Calls a function that the test gave, for the program."""
+        try:
+            function = self.mine[index]
+            args, kwargs = decode(args, self.find), decode(kwargs, self.find)
+        except MALFORMED:
+            os._exit(CHANNEL_CLOSED)
+        if not is_function(function):  # one of Python's, such as eval, which the program has itself
+            os._exit(CHANNEL_CLOSED)
+        try:
+            self.write({"value": encode(function(*args, **kwargs), self.keep)})
+        except AssertionError:  # the program could catch it
+            os._exit(1)
+        except Exception as error:
+            own = getattr(error, "__remote__", None)
+            names = [kind.__name__ for kind in type(error).__mro__]
+            self.write({"number": own.__state__.number} if own else {"error": names, "text": str(error)[:1000]})
+
+    def write(self, message):
+        try:
+            self.lines.write(json.dumps(message).encode() + b"\n")
+            self.lines.flush()
+        except OSError:
+            os._exit(CHANNEL_CLOSED)
+
+    def read(self):
+        """Returns the next message of the program. If there is none, the test ends: it might expect an exception."""
+        try:
+            line = self.lines.readline(MAX_ANSWER)
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (OSError, *MALFORMED):
+            message = None
+        return message if isinstance(message, dict) else os._exit(CHANNEL_CLOSED)
+
+    def read_answer(self, answer, given):
+        """Returns an answer's exception (or None) and value; copies changes into the given arguments."""
+        try:
+            if answer["printed"]:  # not by print, which a test may have replaced
+                sys.stdout.write(answer["printed"])
+            if "exit" in answer:
+                return SystemExit(decode(answer["exit"], self.find)), None
+            if "error" in answer:
+                return self.error(answer["error"]), None
+            args, named = (decode(each, self.find) for each in answer.get("changed", [{"tuple": []}, {"dict": []}]))
+            update(given[0] if args else (), args)
+            update(given[1].values(), [named.get(name) for name in given[1]])
+            return None, decode(answer["value"], self.find)
+        except MALFORMED:
+            os._exit(CHANNEL_CLOSED)  # no exception: the test might expect one
+
+    def ask(self, what, number, argument=None, keywords=None):
+        """Returns the program's answer, or raises its exception; `keywords` are those of a call."""
+        self.write([what, number, encode(argument, self.keep), encode(keywords or {}, self.keep)])
+        while "call" in (answer := self.read()):
+            try:
+                index, args, kwargs = answer["call"]
+            except MALFORMED:
+                os._exit(CHANNEL_CLOSED)
+            self.call_back(index, args, kwargs)
+        error, value = self.read_answer(answer, (argument, keywords or {}))
+        if error is not None:
+            raise error
+        return value
+
+
+def name_in_python(value):
+    """Returns the module and name of a function or class of Python's library, else None."""
+    module = getattr(getattr(value, "__objclass__", value), "__module__", None)
+    name = getattr(value, "__qualname__", None)
+    if (
+        not (isinstance(module, str) and isinstance(name, str))
+        or module.partition(".")[0] not in sys.stdlib_module_names
+    ):
+        return None
+    try:
+        found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (AttributeError, ImportError):
+        return None
+    return [module, name] if found is value else None
+
+
+def is_function(value):
+    """Returns True for what the program may call: functions of the test, methods of its containers, mocks."""
+    if isinstance(value, types.BuiltinMethodType):
+        return type(value.__self__) in (list, dict, set)
+    if isinstance(function := getattr(value, "__func__", value), types.FunctionType):
+        return isinstance(function.__globals__, Names)
+    return type(value).__module__ == "unittest.mock"
+
+
+def update(old, new):
+    """Copies the program's changes of arguments into the test's own containers and arrays."""
+    for mine, theirs in zip(old, new, strict=False):
+        if type(mine) is not type(theirs):
+            continue
+        if isinstance(mine, list):
+            mine[:] = theirs
+        elif isinstance(mine, dict | set):
+            mine.clear()
+            mine.update(theirs)
+        elif type(mine).__name__ == "ndarray" and mine.shape:
+            mine[...] = theirs
+
+
+class Solution(types.ModuleType):
+    """Module of the program's names, for tests; also what `from solution import f` finds."""
+
+    def __init__(self, channel):
+        super().__init__("solution")
+        self.__dict__["_channel"] = channel
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self.__dict__["_channel"].ask("name", 0, name)
+        except KeyError:
+            raise AttributeError(f"the program defines no {name}") from None
+
+    def __setattr__(self, name, value):
+        unsupported("patch")  # the program would not see it
+
+
+def same(value, expected):
+    """Returns True if a result is the expected JSON value, with tuples and arrays as lists and floats within 1e-6."""
+    if hasattr(value, "tolist") and not isinstance(value, Remote):
+        value = value.tolist()
+    if isinstance(expected, float):
+        return isinstance(value, int | float) and close(value, expected)
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        value, expected = ({str(key): entry for key, entry in each.items()} for each in (value, expected))
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
+    return value == expected and isinstance(value, Remote) == isinstance(expected, Remote)
+
+
+def cases(function):
+    """Yields the keyword arguments of each call of a test, from the marks of `pytest.mark.parametrize`."""
+    groups = []
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, values, *_ = (*mark.args, *mark.kwargs.values())
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+            values = [value.values if type(value).__name__ == "ParameterSet" else value if len(names) > 1 else [value]
+                      for value in values]  # fmt: skip
+            groups.append([dict(zip(names, value, strict=True)) for value in values])
+    code, first = function.__code__, int(hasattr(function, "__self__"))
+    needed = set(code.co_varnames[first : code.co_argcount - len(function.__defaults__ or ())])
+    for chosen in itertools.product(*groups):
+        given = {name: value for each in chosen for name, value in each.items()}
+        yield given if needed <= given.keys() else unsupported("fixture")
+
+
+def run_class(kind):
+    """Runs the test methods of a class, as unittest or pytest does."""
+    if "unittest" in sys.modules and issubclass(kind, sys.modules["unittest"].TestCase):
+        tests = sys.modules["unittest"].defaultTestLoader.loadTestsFromTestCase(kind)
+        assert tests.run(sys.modules["unittest"].TestResult()).wasSuccessful()
+    elif kind.__name__.startswith("Test"):
+        for name in [name for name in dir(kind) if name.startswith("test_")]:
+            for given in cases(getattr(kind(), name)):
+                case = kind()
+                getattr(case, "setup_method", bool)()
+                getattr(case, name)(**given)
+
+
+def run_test(connection):
+    """Runs the test on standard input; writes its token to VERDICT if every assertion held."""
+    test = json.load(sys.stdin)
+    os.dup2(1, VERDICT)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the test prints
+    solution = Solution(Channel(connection))
+    sys.modules["solution"] = solution
+    if "function" in test:
+        try:
+            owner = solution.Solution()
+        except AttributeError:
+            owner = solution
+        found = getattr(owner, test["function"])(*test["arguments"])
+        # In some sets the expected value is in a list of one, or is JSON.
+        assert any(same(each, wanted) for each in (found, [found]) for wanted in test["expected"])
+    else:
+        tree = ast.parse(test["code"])
+        names = Names(solution, tree)
+        exec(compile(tree, "test", "exec"), names)
+        for name, value in list(names.items()):
+            if name.startswith("test_") and callable(value):
+                for given in cases(value):
+                    value(**given)
+            elif isinstance(value, type) and value.__module__ == names["__name__"]:
+                run_class(value)
+    os.write(VERDICT, test["token"].encode())
+
+
+if __name__ == "__main__":
+    sys.set_int_max_str_digits(0)
+    with socket.socket(fileno=3) as channel:
+        run_test(channel)
