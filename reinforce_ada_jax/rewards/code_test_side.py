@@ -31,7 +31,7 @@ from reinforce_ada_jax.rewards.code_remote import (
     attribute_of_error,
     remote_class,
     unsupported,
-)  # fmt: skip
+)
 from reinforce_ada_jax.rewards.code_wire import PLAIN, close, decode, encode, python_error
 
 CHANNEL_CLOSED = 3  # exit code, as in isolation/sandbox.py
@@ -56,8 +56,9 @@ class Channel:
         python = name_in_python(value)
         if not python and not is_function(value):
             unsupported("argument")
-        index = next((index for index, each in enumerate(self.mine) if each is value), len(self.mine))
-        self.mine[index:] = self.mine[index:] or [value]
+        if not any(each is value for each in self.mine):
+            self.mine.append(value)
+        index = next(index for index, each in enumerate(self.mine) if each is value)
         name = getattr(value, "__name__", "function")
         return {"mine": index} | ({"python": python} if python else {"name": str(name)})
 

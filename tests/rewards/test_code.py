@@ -125,7 +125,9 @@ def test_hostile_programs_that_never_end(pool, world):
 
 
 @pytest.mark.parametrize(
-    ("end", "reason"), [("signal.raise_signal(signal.SIGXCPU)", "time_limit"), ("os._exit(0)", "")], ids=str
+    ("end", "reason"),
+    [("signal.raise_signal(signal.SIGXCPU)", "time_limit"), ("os._exit(0)", ""), ("os._exit(1)", "exception")],
+    ids=str,
 )
 def test_a_program_that_ends_while_its_function_is_called(pool, end, reason):
     program = f"import os, signal\n\ndef f(x):\n    {end}"
