@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.learner import Learner
-from reinforce_ada_jax.learning.update import MEANS, Version
+from reinforce_ada_jax.learning.update import MEANS, Version, expert_sums
 from reinforce_ada_jax.policy.transformer import Params
 
 
@@ -28,7 +28,7 @@ class SupervisedLearner(Learner):
     ):
         """Computes (loss, (means, None)) of a micro-batch; the metrics of ratios are 0."""
         del metric_weights, policy_version
-        logprobs, entropy = self._logprobs(self.policy(params, base), micro)
+        logprobs, entropy, load = self._logprobs(self.policy(params, base), micro)
         mask, segments = micro.response_mask, micro.segment_one_hot()
 
         def mean(values: loss_lib.Tokens, aggregation: str) -> Float[Array, ""]:
@@ -39,4 +39,4 @@ class SupervisedLearner(Learner):
 
         loss = mean(-micro.advantages * jnp.where(mask, logprobs, 0.0), self._loss_config.aggregation)
         means = dict.fromkeys(MEANS, jnp.zeros_like(loss)) | {"entropy": mean(entropy, "token-mean"), "loss": loss}
-        return loss, (jax.lax.stop_gradient(means), None)
+        return loss, (jax.lax.stop_gradient(means) | expert_sums(load), None)

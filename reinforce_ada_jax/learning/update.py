@@ -22,6 +22,7 @@ from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.optimizer import state_shardings
+from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.transformer import Params
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class UpdateMetrics(NamedTuple):
     finite: Bool[Array, ""]  # loss, gradient and the gap below are finite
     weights_finite: Bool[Array, ""]  # the new weights are: a step of finite numbers may overflow
     gap: LogprobGap | None = None  # of engine and learner; None where `old_logprobs` are given
+    expert_load_max: Float[Array, ""] | None = None  # tokens of the largest expert over the mean; mean over layers
+    expert_idle_share: Float[Array, ""] | None = None  # experts without a token; None in a model without experts
 
 
 # Metrics that are summed over micro-batches.
@@ -84,11 +87,22 @@ MEANS = ("loss", "entropy", "clip_fraction", "dual_clip_fraction", "approx_kl", 
 ESTIMATES = ("entropy", "approx_kl")
 
 
+EXPERT_METRICS = ("expert_load_max", "expert_idle_share")
+# Those that have no value in an update without a computed response.
+NEED_RESPONSES = (*ESTIMATES, *EXPERT_METRICS)
+EXPERT_TOKENS = "expert_tokens"  # beside `MEANS`: tokens of each expert of each layer, [L, E]
+
+
+def expert_sums(load: Float[Array, "L E"] | None) -> dict[str, Float[Array, "L E"]]:
+    """Returns what a micro-batch adds to the sums, beside `MEANS`."""
+    return {} if load is None else {EXPERT_TOKENS: load}
+
+
 class Sums(NamedTuple):
     """Sums over the micro-batches so far, or their shapes or shardings."""
 
     gradients: Any  # of the loss, in the layout of the weights
-    means: Any  # those of `MEANS`
+    means: Any  # those of `MEANS`, and `EXPERT_TOKENS`
     gap: Any  # of `UpdateMetrics`
 
 
@@ -153,19 +167,20 @@ class UpdatePrograms:
         mesh: Mesh,
         param_shardings: Params,
         *,
-        gathered_layers: Callable[[Params], Params] | None,
-        gathered_shardings: Params | None,
+        gathered: tuple[Callable[[Params], Params], Params] | None,
+        expert_shape: tuple[int, int] | None,
         gap_limits: gap_lib.GapLimits | None,
         micro_batches_per_program: int,
     ):
         """Makes the programs; nothing is compiled.
 
-        `gathered_layers` returns the copy of the layers' weights that all micro-batches share, with
-        `gathered_shardings`; None: there is none.
+        `gathered` are a function that returns the copy of the layers' weights that all micro-batches share, and the
+        copy's shardings; None: there is none. `expert_shape` is (layers, experts); None: the model has no experts.
         """
         self.micro_batches_per_program = micro_batches_per_program
         self._loss_fn, self._optimizer, self._mesh, self._gap_limits = loss_fn, optimizer, mesh, gap_limits
-        self._param_shardings, self._gathered_layers = param_shardings, gathered_layers
+        self._gathered_layers, gathered_shardings = (None, None) if gathered is None else gathered
+        self._param_shardings, self._expert_shape = param_shardings, expert_shape
         self._replicated = NamedSharding(mesh, PartitionSpec())
         # Output layouts are fixed: a state or sums in another layout would compile everything again. The old state is
         # donated: weights and moments are updated in place. The base under adapters is not: it stays.
@@ -239,7 +254,8 @@ class UpdatePrograms:
 
     def _begun(self, params: Params, batch: Batch) -> tuple[Params | None, Sums, Int[Array, ""]]:
         """Returns the copy that micro-batches share, sums of none, and the number of micro-batches with a token."""
-        means = dict.fromkeys(MEANS, jnp.float32(0))
+        none = None if self._expert_shape is None else jnp.zeros(self._expert_shape, jnp.float32)
+        means = dict.fromkeys(MEANS, jnp.float32(0)) | expert_sums(none)
         no_gap = LogprobGap(*[jnp.float32(0)] * 4) if batch.old_logprobs is None else None
         zeros = Sums(jax.tree.map(jnp.zeros_like, params), means, no_gap)
         return None if self._gathered_layers is None else self._gathered_layers(params), zeros, num_live(batch)
@@ -286,9 +302,12 @@ class UpdatePrograms:
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
         # Of the chosen weights: a choice that waited for this would hold two copies of the state.
         weights_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new.params)]).all()
+        means = dict(sums.means)
+        tokens = means.pop(EXPERT_TOKENS, None)
+        of_experts = {} if tokens is None else experts.load_metrics(tokens)
         return new, UpdateMetrics(
-            **sums.means, computed_share=computed, grad_norm=grad_norm, finite=finite, weights_finite=weights_finite,
-            gap=gap,
+            **means, **of_experts, computed_share=computed, grad_norm=grad_norm, finite=finite,
+            weights_finite=weights_finite, gap=gap,
         )  # fmt: skip
 
     def _in_one_program(

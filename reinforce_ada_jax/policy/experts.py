@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import SWIGLU_ALPHA, Architecture
@@ -56,8 +56,8 @@ def mixture(
     up: Float[Array, "E D X"] | None,
     down: Float[Array, "E X D"],
     biases: Biases | None = None,
-) -> Float[Array, "B T D"]:
-    """Computes sum_e weight_e down_e(silu(gate_e(x)) * up_e(x)) over the experts of each token.
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"]]:
+    """Computes sum_e weight_e down_e(silu(gate_e(x)) * up_e(x)) over the experts of each token, and returns these, too.
 
     With biases it is the sum of gpt-oss: columns of `gate` are those of gate and up by turns, and `clamped_swiglu`.
     Logits, softmax and weights are in float32, of a router in x.dtype: learner and sampler choose alike.
@@ -83,10 +83,27 @@ def mixture(
         results = jax.lax.ragged_dot(hidden, down, sizes) + is_own @ biases.down
     results = _permuted(results, jnp.argsort(order))
     results = results.reshape(len(tokens), chosen_each, -1).astype(jnp.float32)
-    return jnp.einsum("MCD,MC->MD", results, weights).astype(x.dtype).reshape(x.shape)
+    mixed = jnp.einsum("MCD,MC->MD", results, weights).astype(x.dtype).reshape(x.shape)
+    return mixed, chosen.reshape(*x.shape[:2], chosen_each)
 
 
-def on_devices(compute: Callable[..., Array], rows: NamedSharding | None, mesh: Mesh | None) -> Callable[..., Array]:
+def load(num_experts: int, chosen: Int[Array, "B T C"], counted: Bool[Array, "B T"]) -> Float[Array, " E"]:
+    """Returns the number of tokens of each expert, of the tokens that are counted."""
+    # Compared and summed: a sum into colliding places is slow on TPUs.
+    is_own = (chosen[..., None] == jnp.arange(num_experts)[None, None, None]) & counted[..., None, None]
+    return jnp.sum(is_own, axis=(0, 1, 2), dtype=jnp.float32)
+
+
+def load_metrics(tokens: Float[Array, "L E"]) -> dict[str, Float[Array, ""]]:
+    """Returns the load of the largest expert over the mean load, and the share of idle experts: means over layers."""
+    mean = jnp.maximum(tokens.mean(axis=1), jnp.finfo(jnp.float32).tiny)
+    return {
+        "expert_load_max": jnp.mean(tokens.max(axis=1) / mean),
+        "expert_idle_share": jnp.mean(tokens == 0, dtype=jnp.float32),
+    }
+
+
+def on_devices(compute: Callable[..., Any], rows: NamedSharding | None, mesh: Mesh | None) -> Callable[..., Any]:
     """Returns `mixture` on several devices: each sorts its own tokens and has a part of each expert's width.
 
     Left to the compiler, all tokens would be sorted together. `rows` is the sharding of x over a whole mesh; without
@@ -98,17 +115,18 @@ def on_devices(compute: Callable[..., Array], rows: NamedSharding | None, mesh: 
     of_x = P() if rows is None else rows.spec
     wide = P(None, None, "tensor")
 
-    def own_part(*arguments: Any) -> Array:
+    def own_part(*arguments: Any) -> tuple[Array, Array]:
         *weights, biases = arguments
         if biases is not None:  # one part adds what is not divided
             is_first = jax.lax.axis_index("tensor") == 0
             biases = biases._replace(down=jnp.where(is_first, biases.down, jnp.zeros_like(biases.down)))
-        return jax.lax.psum(compute(*weights, biases), "tensor")
+        mixed, chosen = compute(*weights, biases)
+        return jax.lax.psum(mixed, "tensor"), chosen
 
-    def on_parts(x: Array, router: Array, gate: Array, up: Array | None, down: Array, biases: Biases | None) -> Array:
+    def on_parts(x: Array, router: Array, gate: Array, up: Array | None, down: Array, biases: Biases | None) -> Any:
         of_biases = None if biases is None else Biases(*cast(Any, (P(), P(None, "tensor"), P())))
         in_specs = (of_x, P(), wide, None if up is None else wide, P(None, "tensor", None), of_biases)
-        apply = mesh_lib.on_own_part(own_part, mesh, in_specs=in_specs, out_specs=of_x, always=True)
+        apply = mesh_lib.on_own_part(own_part, mesh, in_specs=in_specs, out_specs=(of_x, of_x), always=True)
         return apply(x, router, gate, up, down, biases)
 
     return on_parts

@@ -294,8 +294,8 @@ class Experts(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], rows: NamedSharding | None = None, mesh: Mesh | None = None
-    ) -> Float[Array, "B T D"]:
-        """Computes each token by its experts; `rows` and `mesh` as of `experts.on_devices`."""
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"]]:
+        """Computes each token by its experts, as `experts.mixture`; `rows` and `mesh` as of `experts.on_devices`."""
         compute = experts.on_devices(functools.partial(experts.mixture, self.architecture), rows, mesh)
 
         def cast(*weights):  # here, so that devices exchange no wider numbers

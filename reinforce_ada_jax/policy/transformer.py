@@ -19,9 +19,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.apart import over_layers
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, norm, norm_start, row_adapters
+from reinforce_ada_jax.policy.layers import MLP, Declare, Layer, choose_adapters, norm, norm_start, row_adapters
 from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.policy.rounded import Rounded, round_to_bfloat16, rounding, whole_products
 
@@ -171,6 +172,33 @@ def _first_states(model: Decoder, tokens: Int[Array | np.ndarray, "B T"], execut
     return x * jnp.asarray(model.architecture.hidden_size**0.5, x.dtype) if model.architecture.is_gemma else x
 
 
+def _after_attention(architecture: Architecture, layer: Layer, execution: Execution, counted, x, mixed):
+    """Adds a layer's attention and feed-forward to x; returns it, and the number of counted tokens of each expert."""
+
+    def normed(x, scale):
+        return norm(architecture, x, scale[...])
+
+    def mlp(x):
+        if isinstance(layer.mlp, MLP):
+            return layer.mlp(x), None
+        mixed, chosen = layer.mlp(x, rows=execution.constrain.sharding, mesh=execution.mesh)
+        return mixed, None if counted is None else experts.load(architecture.num_experts, chosen, counted)
+
+    mixed = layer.attention.merge_heads(mixed)
+    if architecture.norm_place == "after":
+        x = x + normed(mixed, layer.attention_norm)
+        mixed, load = mlp(x)
+        mixed = normed(mixed, layer.mlp_norm)
+    elif architecture.norm_place == "around":
+        x = x + normed(mixed, layer.attention_out_norm)
+        mixed, load = mlp(normed(x, layer.mlp_norm))
+        mixed = normed(mixed, layer.mlp_out_norm)
+    else:
+        x = x + mixed
+        mixed, load = mlp(normed(x, layer.mlp_norm))
+    return execution.constrain(x + mixed), load
+
+
 def run(
     model: Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
@@ -180,6 +208,7 @@ def run(
     *,
     execution: Execution,
     adapter: Int[Array, " B"] | None = None,
+    counted: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Runs all layers over `tokens`: by a scan, or one by one where their weights are arrays of their own.
 
@@ -191,9 +220,11 @@ def run(
       carry: e.g. the pages of the cache, updated layer by layer.
       execution: how they are computed.
       adapter: index of each row's adapter in the banks of `model` (`lora.bank`), if there are any; -1 for none.
+      counted: tokens of a model with experts whose experts are counted, where all rows are computed at once.
 
     Returns:
-      (hidden states after the final norm, last carry, values of each layer stacked along a leading layer axis).
+      (hidden states after the final norm, last carry, values of each layer stacked along a leading layer axis). With
+      `counted` the third is a pair: these values, and the number of tokens of each expert [L, E].
     """
     graph, state = nnx.split(model.layers)
     stacked, architecture = nnx.to_pure_dict(state), model.architecture
@@ -211,28 +242,11 @@ def run(
         if adapter_rows is not None:
             weights = choose_adapters(weights, adapter_rows)
         layer = nnx.merge(graph, weights)
-        mlp = layer.mlp
-        if architecture.num_experts:
-            mlp = functools.partial(layer.mlp, rows=constrain.sharding, mesh=execution.mesh)
         slides = jnp.asarray(is_sliding)[index] if is_sliding.any() else None
 
-        def normed(x, scale):
-            return norm(architecture, x, scale[...])
-
         def before(x, positions):
-            x = x if architecture.norm_place == "after" else normed(x, layer.attention_norm)
+            x = x if architecture.norm_place == "after" else norm(architecture, x, layer.attention_norm[...])
             return layer.attention.project(x, positions, slides)
-
-        def after(x, mixed):
-            mixed = layer.attention.merge_heads(mixed)
-            if architecture.norm_place == "after":
-                x = x + normed(mixed, layer.attention_norm)
-                return constrain(x + normed(mlp(x), layer.mlp_norm))
-            if architecture.norm_place == "around":
-                x = x + normed(mixed, layer.attention_out_norm)
-                return constrain(x + normed(mlp(normed(x, layer.mlp_norm)), layer.mlp_out_norm))
-            x = x + mixed
-            return constrain(x + mlp(normed(x, layer.mlp_norm)))
 
         # At position 0 nothing is rotated.
         where = positions if is_rotated.all() else positions * jnp.asarray(is_rotated)[index]
@@ -240,7 +254,8 @@ def run(
         sinks = layer.attention.sinks[...].astype(jnp.float32) if architecture.attention_sinks else None
         place = LayerPlace(index, architecture.window, slides, sinks)
         mixed, carry, of_layer = attend(query, key, value, place, carry)
-        return (rowwise(after, x, mixed), carry), of_layer
+        x, load = rowwise(functools.partial(_after_attention, architecture, layer, execution, counted), x, mixed)
+        return (x, carry), of_layer if counted is None else (of_layer, load)
 
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
@@ -292,9 +307,27 @@ def hidden_states(
     id. Without them a row is one sequence. `attend` is `causal_attend` or another implementation of it, and gets
     `segment_ids` by name.
     """
+    return hidden_states_and_load(
+        model, tokens, positions=positions, segment_ids=segment_ids, attend=attend, execution=execution
+    )[0]
+
+
+def hidden_states_and_load(
+    model: Decoder,
+    tokens: Int[Array | np.ndarray, "B T"],
+    *,
+    positions: Int[Array | np.ndarray, "B T"] | None = None,
+    segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+    attend: SegmentAttend = causal_attend,
+    execution: Execution,
+    counted: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], Float[Array, "L E"] | None]:
+    """Computes `hidden_states`, and the number of counted tokens of each expert; None where `counted` is None."""
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(model, tokens, positions, functools.partial(attend, segment_ids=segment_ids), execution=execution)[0]
+    attend = functools.partial(attend, segment_ids=segment_ids)
+    hidden, _, values = run(model, tokens, positions, attend, execution=execution, counted=counted)
+    return hidden, None if counted is None else values[1]
 
 
 def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

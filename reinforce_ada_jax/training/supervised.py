@@ -30,6 +30,7 @@ from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.optimizer import make_schedule
 from reinforce_ada_jax.learning.supervised import SupervisedLearner
+from reinforce_ada_jax.learning.update import EXPERT_METRICS
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting.writers import check_installed
 from reinforce_ada_jax.training import components as components_lib
@@ -157,6 +158,8 @@ def supervised_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingS
         "update/tokens": tokens + sum(len(row.prompt.tokens) for row in rows),
         "time/update_s": time.monotonic() - begin,
     }
+    of_experts = {name: getattr(result, name) for name in EXPERT_METRICS}
+    metrics |= {f"update/{name}": float(value) for name, value in of_experts.items() if value is not None}
     return dataclasses.replace(
         state, learner=learner, selection=dataclasses.asdict(cursor), iteration=number, pending=metrics
     ), None

@@ -24,7 +24,7 @@ from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, LogprobGap, gap_limits
-from reinforce_ada_jax.learning.update import ESTIMATES, LearnerState, UpdateMetrics
+from reinforce_ada_jax.learning.update import EXPERT_METRICS, NEED_RESPONSES, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.training.run import Run, TrainingStopped, check_weights
 from reinforce_ada_jax.training.state import RunState
@@ -343,15 +343,17 @@ def _gap_metrics(mean: float, largest: float) -> dict[str, float]:
 def update_means(results: Sequence[UpdateMetrics]) -> dict[str, float]:
     """Returns the means of the metrics over updates, and the number of updates.
 
-    An update that computed no response, because every advantage was 0, has no value of `ESTIMATES`. Without an update
-    (every group was dropped) all means are 0.
+    An update that computed no response, because every advantage was 0, has no value of `NEED_RESPONSES`. Without an
+    update (every group was dropped) all means are 0. Metrics of experts are left out where they have no value.
     """
     metrics: dict[str, float] = {}
     for name in UpdateMetrics._fields:
         if name not in ("finite", "weights_finite", "gap"):
-            exact = name not in ESTIMATES
+            exact = name not in NEED_RESPONSES
             values = [getattr(result, name) for result in results if result.computed_share > 0 or exact]
-            metrics[f"update/{name}"] = float(np.mean(values or [0.0]))
+            values = [value for value in values if value is not None]
+            if values or name not in EXPERT_METRICS:
+                metrics[f"update/{name}"] = float(np.mean(values or [0.0]))
     return metrics | {"update/count": len(results)}
 
 

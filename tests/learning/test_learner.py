@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -459,6 +460,32 @@ def test_experts_on_several_devices_are_those_of_one(family, mesh, gathers):
     assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradient(one)))
     assert_trees_close(several.params, one.params, rtol=1e-5, atol=1e-5)
     assert_trees_close(metrics, one_metrics, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "per_row"), [("olmoe", 1), ("gpt_oss", 3)])
+def test_the_load_of_experts_is_that_of_sequences_without_padding(family, per_row):
+    architecture, params, _ = recording.golden(family)
+    rows = make_batch(responses(), max_prompt_tokens=5, max_response_tokens=8, num_rows=8, per_row=per_row)
+    assert (rows.segment_ids == rows.max_segments).any()
+    of = learner(2, responses_per_row=per_row, architecture=architecture)
+    _, metrics = updated(of, rows.replace(old_logprobs=rows.behaviour_logprobs), params)
+    model, total = transformer.merge(architecture, params), np.zeros((2, architecture.num_experts))
+    for row, segment in itertools.product(range(len(rows.tokens)), range(rows.max_segments)):
+        tokens = rows.tokens[row][rows.segment_ids[row] == segment][None]
+        if tokens.size:
+            _, load = transformer.hidden_states_and_load(
+                model, tokens, execution=transformer.Execution(jnp.float32), counted=jnp.ones(tokens.shape, bool)
+            )
+            assert load.sum() == 2 * architecture.experts_per_token * tokens.size
+            total += np.asarray(load)
+    largest = (total.max(axis=1) / total.mean(axis=1)).mean()
+    assert metrics.expert_load_max == pytest.approx(largest, rel=1e-6) and largest > 1.1
+    assert metrics.expert_idle_share == (total == 0).mean()
+
+
+def test_a_model_without_experts_has_no_load():
+    _, metrics = updated(learner())
+    assert metrics.expert_load_max is None and metrics.expert_idle_share is None
 
 
 def test_weights_gathered_once_give_the_same_update():

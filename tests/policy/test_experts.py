@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning.update import EXPERT_METRICS
 from reinforce_ada_jax.policy import experts, lora, transformer
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.sampling.engine import Engine
@@ -23,7 +24,11 @@ ARCHITECTURE = from_hf(
     )
 )  # fmt: skip
 RENORMALIZED = dataclasses.replace(ARCHITECTURE, renormalizes_experts=True)
-compute = jax.jit(experts.mixture, static_argnums=0)
+mixture = jax.jit(experts.mixture, static_argnums=0)
+
+
+def compute(*arguments):
+    return mixture(*arguments)[0]
 
 
 @functools.cache
@@ -59,6 +64,30 @@ def test_the_softmax_is_over_all_experts():
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, RENORMALIZED], ids=["plain", "renormalized"])
 def test_the_sum_is_that_of_each_token_alone(architecture):
     np.testing.assert_allclose(compute(architecture, *example()), token_by_token(architecture, *example()), atol=2e-5)
+
+
+def test_the_chosen_experts_are_those_with_the_largest_logits():
+    x, router, *matrices = example()
+    chosen = mixture(ARCHITECTURE, x, router, *matrices)[1]
+    wanted = np.argsort(-np.einsum("BTD,DE->BTE", x, router), axis=-1)[..., :2]
+    np.testing.assert_array_equal(chosen, wanted)
+
+
+@pytest.mark.parametrize("wrap", [functools.partial(jax.jit, static_argnums=0), lambda f: f])
+def test_the_load_of_experts(wrap):
+    chosen = jnp.array([[[0, 2], [2, 1], [3, 3]], [[2, 0], [1, 2], [2, 3]]])
+    counted = jnp.array([[True, True, False], [True, True, False]])
+    np.testing.assert_array_equal(wrap(experts.load)(5, chosen, counted), [2, 2, 4, 0, 0])
+
+
+def test_metrics_of_the_load():
+    # Layers of 5 experts. 8 tokens, at most 4 where 1.6 are the mean: 2.5; and 10 of 10: 5. Two and four are idle.
+    metrics = experts.load_metrics(jnp.array([[2.0, 2, 4, 0, 0], [0, 10, 0, 0, 0]]))
+    assert metrics["expert_load_max"] == pytest.approx((2.5 + 5) / 2)
+    assert metrics["expert_idle_share"] == pytest.approx(6 / 10)
+    assert metrics.keys() == set(EXPERT_METRICS)
+    nothing = experts.load_metrics(jnp.zeros((2, 5)))
+    assert (nothing["expert_load_max"], nothing["expert_idle_share"]) == (0, 1)
 
 
 def test_no_token_is_dropped_where_all_choose_the_same_expert():
@@ -129,7 +158,7 @@ def test_gradients_are_those_of_the_sum_over_all_experts():
             *example()
         )
 
-    grouped = gradients(functools.partial(experts.mixture, ARCHITECTURE))
+    grouped = gradients(lambda *arguments: experts.mixture(ARCHITECTURE, *arguments)[0])
     for ours, wanted in zip(grouped, gradients(dense), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-4)
         assert np.abs(wanted).max() > 0.1

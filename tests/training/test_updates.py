@@ -17,7 +17,7 @@ from reinforce_ada_jax.collection.averages import Averages
 from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
-from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
+from reinforce_ada_jax.learning.update import EXPERT_METRICS, LearnerState, UpdateMetrics
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState
@@ -395,6 +395,16 @@ def test_an_update_that_computed_nothing_says_nothing_of_the_entropy():
     means = update_means([one, UpdateMetrics(**numbers)])
     assert means["update/entropy"] == 2.0
     assert means["update/loss"] == 0.5 and means["update/computed_share"] == 0.25 and means["update/count"] == 2
+
+
+def test_the_load_of_experts_is_that_of_updates_with_a_row():
+    numbers = dict.fromkeys(UpdateMetrics._fields, np.float32(0)) | {"finite": np.bool(True), "gap": None}
+    made = {"computed_share": np.float32(1), "expert_load_max": np.float32(3), "expert_idle_share": np.float32(0.25)}
+    means = update_means([UpdateMetrics(**numbers), UpdateMetrics(**numbers | made)])
+    assert (means["update/expert_load_max"], means["update/expert_idle_share"]) == (3.0, 0.25)
+    dense = UpdateMetrics(**numbers | dict.fromkeys(EXPERT_METRICS))
+    for results in ([dense, dense], [UpdateMetrics(**numbers)], []):
+        assert not any("expert" in key for key in update_means(results))
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
