@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import importlib.util
 import json
+import pathlib
 import random
 import threading
 import uuid
@@ -29,6 +30,11 @@ Query = Mapping[str, str]
 
 # Not `importorskip`: every test process reads every test file, and few of them need the package.
 needs_gcsfs = pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="gcsfs isn't installed")
+
+
+def files_of(folder: pathlib.Path) -> list[str]:
+    """Returns the files below a folder, by their names relative to it."""
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
 @dataclasses.dataclass

@@ -33,6 +33,8 @@ def _package(name: str) -> pathlib.Path:
     if library is None or library.origin is None:
         raise ValueError(f"{setting}, but verifiers is not installed: pip install 'verifiers>=0.4,<0.5'.")
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    if not module.isidentifier():  # of a name with a dot Python would run the package around it
+        raise ValueError(f"{setting}, but {module!r} is no name of a package: name it as in verifiers:owner/my-game@1.")
     its_own = pathlib.Path(library.origin).parent / "v1" / "tasksets" / module / "__init__.py"
     if its_own.exists():
         return its_own

@@ -60,9 +60,9 @@ def _call(text: str) -> Call | None:
     arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(arguments, dict):
         return None
-    call = Call(value["name"], json.dumps(arguments, ensure_ascii=False))
     try:
+        call = Call(value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
         "".join(call).encode()
-    except UnicodeEncodeError:  # half of a character, which JSON can escape
+    except ValueError:  # NaN or 1e999, which Python reads as JSON; half of a character, which JSON can escape
         return None
     return call

@@ -60,9 +60,8 @@ class Worker:
         for key in request["over"]:
             self._episodes.pop(key, None)
         try:
-            if request["key"] is None:
-                return {"messages": Episode(self._class, request["problem"], request["address"]).messages}
-            reply = self._step(request)
+            is_reset = request["key"] is None
+            reply = self._new(request).messages if is_reset else self._step(request)
         except BaseException as error:  # an environment that calls sys.exit has failed
             self._episodes.pop(request["key"] or "", None)
             return {"failure": _failure(error)}
@@ -73,11 +72,14 @@ class Worker:
             return {"failure": f"messages of more than {MAX_REPLY:,} bytes"}
         return {"messages": reply}
 
+    def _new(self, request: dict[str, Any]) -> Episode:
+        return Episode(self._class, request["problem"], request["address"])
+
     def _step(self, request: dict[str, Any]) -> Any:
         """Answers the newest turn; a process without the episode repeats the earlier ones."""
         key = request["key"]
         if request["repeat"]:
-            self._episodes[key] = Episode(self._class, request["problem"], request["address"])
+            self._episodes[key] = self._new(request)
             if self._episodes[key].messages != request["first"]:
                 raise Invalid(
                     "reset() returned other messages than at the start: they may depend on the problem only, not on "

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from reinforce_ada_jax.environments.episode import Message
+from reinforce_ada_jax.environments.episode import ROLES, Message
 from reinforce_ada_jax.isolation import workers as workers_lib
 from reinforce_ada_jax.isolation.child import Child
 from reinforce_ada_jax.isolation.messages import Malformed
@@ -59,7 +59,8 @@ def _read(message: Mapping[str, Any]) -> Reply | str:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values()) and "content" in value
+    is_text = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    return is_text and "content" in value and value.get("role") in ROLES
 
 
 class EnvironmentPool:

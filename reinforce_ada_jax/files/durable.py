@@ -65,6 +65,6 @@ def read_records(file: pathlib.Path, parse: Callable[[Any], T], kind: str, remed
     for number, line in enumerate(finished_lines(file), start=1):
         try:
             yield parse(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             named = buckets.origin(file)
             raise ValueError(f"{named}, line {number} is not {kind} ({error!r}). {remedy}") from error

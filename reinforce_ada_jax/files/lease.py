@@ -41,7 +41,7 @@ def _is_gone(holder: dict[str, Any]) -> bool:
         os.kill(int(holder["process"]), 0)
     except ProcessLookupError:
         return True
-    except (OSError, KeyError, ValueError):
+    except (OSError, KeyError, ValueError, TypeError, OverflowError):  # anybody who may write there chooses it
         pass
     return False
 
@@ -93,7 +93,7 @@ class Lease:
     def _parsed(content: bytes) -> dict[str, Any]:
         try:
             holder = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             holder = {}
         return holder if isinstance(holder, dict) else {}
 

@@ -12,6 +12,7 @@ import sqlite3
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 from reinforce_ada_jax.files import buckets
@@ -46,15 +47,16 @@ class LocalCopy:
     def __init__(self, url: str, *, wanted: Callable[[str], bool] = _is_wanted, every_s: float = UPLOAD_S):
         """Downloads the files whose names, relative to the folder, are `wanted`; the folder need not exist."""
         self.url = buckets.url(url)
-        self._home = tempfile.TemporaryDirectory(prefix="reinforce_ada_jax-", ignore_cleanup_errors=True)
-        self.folder = pathlib.Path(self._home.name) / self.url.rpartition("/")[2]
+        self._home = pathlib.Path(tempfile.mkdtemp(prefix="reinforce_ada_jax-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._home, ignore_errors=True)
+        self.folder = self._home / self.url.rpartition("/")[2]
         self.folder.mkdir()
         (self.folder / buckets.ORIGIN).write_text(self.url, encoding="utf-8")
         try:
             names = [name for name in buckets.objects(self.url) if wanted(name)]
             buckets.download(self.url, names, self.folder)
         except BaseException:
-            self._home.cleanup()
+            self._remove()
             raise
         self._uploaded = self._states()
         self._lock, self._end = threading.Lock(), threading.Event()
@@ -76,12 +78,15 @@ class LocalCopy:
         return states
 
     def upload(self) -> None:
-        """Brings the bucket up to date: it has every change made before this call."""
+        """Brings the bucket up to date: it has every change made before this call.
+
+        Raises BucketError, or another OSError where this machine's disk has no room for copies of the changed files.
+        """
         with self._lock:
             self.may_upload()
             states = self._states()
             changed = [name for name, state in states.items() if self._uploaded.get(name) != state]
-            with tempfile.TemporaryDirectory(dir=self._home.name) as frozen:
+            with tempfile.TemporaryDirectory(dir=self._home) as frozen:
                 files = {}
                 for number, name in enumerate(changed):
                     copy = pathlib.Path(frozen) / str(number)
@@ -100,7 +105,7 @@ class LocalCopy:
         pause = self._every_s
         while not self._end.wait(pause):
             begin = time.monotonic()
-            with contextlib.suppress(buckets.BucketError):  # the next one tries again; `upload` and `close` tell
+            with contextlib.suppress(OSError):  # the next one tries again; `upload` and `close` tell
                 self.upload()
             pause = max(self._every_s, (time.monotonic() - begin) / SHARE)
 
@@ -112,11 +117,12 @@ class LocalCopy:
         self._thread.join()
         try:
             self.upload()
-        except buckets.BucketError as error:
-            saved = self.folder.rename(pathlib.Path(tempfile.mkdtemp(prefix="reinforce_ada_jax-kept-")) / "files")
-            raise buckets.BucketError(f"{error}. The newest files are in {saved}: copy them to {self.url}") from error
-        finally:
-            self._home.cleanup()
+        except OSError as error:  # also a full disk, where the files could not be moved
+            self._remove.detach()
+            raise buckets.BucketError(
+                f"{error}. The newest files are in {self.folder}: copy them to {self.url}"
+            ) from error
+        self._remove()
 
 
 @contextlib.contextmanager

@@ -42,12 +42,15 @@ def forked(child):
     return pid
 
 
-def forge():
+def sends(data):
     """Writes to each socket of the process."""
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket"):
-                os.write(descriptor, b'{"messages": [{"role": "user", "content": "forged"}]}\n')
+                os.write(descriptor, data)
+
+
+FORGED = b'{"messages": [{"role": "user", "content": "forged"}]}\n'
 
 
 class Obedient:
@@ -72,7 +75,10 @@ class Obedient:
         "bytes": lambda self: user(b"bytes"),
         "huge": lambda self: 10**400,
         "interrupt": lambda self: throw(KeyboardInterrupt()),
-        "forge": lambda self: forge(),
+        "forge": lambda self: sends(FORGED),
+        "babble": lambda self: sends(b"hello\n"),
+        "half": lambda self: sends(FORGED[:20]) or user("the rest"),
+        "flood": lambda self: sends(b"x" * 200_000),
         "unplug": lambda self: os.closerange(3, 64),
         "double": lambda self: user("twice" if forked(lambda: time.sleep(0.1)) else "twice, later"),
         "slow": lambda self: time.sleep(0.4) or user("slow"),
@@ -126,6 +132,23 @@ class Moody:
 
     def step(self, messages):
         return 0.0
+
+
+class Begins:
+    """Begins as the problem says."""
+
+    def reset(self, problem):
+        act = {
+            "hang": lambda: time.sleep(3600),
+            "long": lambda: user("x" * 200_000),
+            "exit": lambda: os._exit(3),
+            "raise": lambda: throw(KeyError("secret")),
+            "nothing": lambda: None,
+        }.get(problem["problem"], lambda: user(problem["problem"]))
+        return act()
+
+    def step(self, messages):
+        return 1.0
 
 
 class NoStep:

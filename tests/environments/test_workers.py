@@ -1,13 +1,15 @@
 """Environments in worker processes that hang, die and lie (`classes.Obedient` does what the model's text says)."""
 
 import contextlib
+import math
 import pathlib
 
 import pytest
 
-from reinforce_ada_jax.environments import loading
+from reinforce_ada_jax.environments import loading, workers
 from reinforce_ada_jax.environments.workers import EnvironmentPool, Episode
 from reinforce_ada_jax.isolation import process_tree
+from reinforce_ada_jax.isolation.messages import Malformed
 
 FILE = pathlib.Path(__file__).with_name("classes.py")
 PROBLEM = {"problem": "2 + 3"}
@@ -54,6 +56,9 @@ def test_turns_of_many_trajectories_in_one_process(pool):
         ("huge", "error", "OverflowError: int too large"),
         ("interrupt", "error", "KeyboardInterrupt"),
         ("forge", "crash", "its process wrote to its socket at every try"),
+        ("babble", "crash", "its process wrote to its socket at every try"),
+        ("half", "crash", "its process wrote to its socket at every try"),
+        ("flood", "crash", "its process wrote to its socket at every try"),
         ("unplug", "crash", "its "),
         ("long", "error", "messages of more than"),
         ("exit", "crash", "exit code 3"),
@@ -71,6 +76,59 @@ def test_a_failure_ends_one_trajectory_and_leaves_its_neighbour(pool, hostile, f
     assert says(pool, neighbour, "x") == "turn 3 of 6 messages"
     assert says(pool, neighbour, "end") == 4.0
     assert says(pool, episode(pool), "random") == drawn
+
+
+def test_problems_that_cannot_begin_leave_the_others_alone():
+    with contextlib.closing(EnvironmentPool(f"{FILE}:Begins", workers=1, timeout_s=1.0)) as begins:
+        for problem, failure, why in (
+            ("hang", "timeout", "took more than 1 s"),
+            ("long", "error", "messages of more than 130,072 bytes"),
+            ("exit", "crash", "exit code 3"),
+            ("raise", "error", "KeyError: 'secret'"),
+            ("nothing", "error", "reset() returned None: it must return a list of messages"),
+        ):
+            begins.failure = ""
+            futures = [begins.reset({"problem": each}) for each in (problem, "2 + 3")]
+            failed, fine = (future.result() for future in futures)
+            assert failed.failure == failure and why in begins.failure and fine.messages == FIRST
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {}, {"reward": None}, {"reward": 1}, {"reward": True}, {"reward": math.nan}, {"reward": "1.0"},
+        {"messages": []},
+        {"messages": {}}, {"messages": "text"}, {"messages": ["text"]}, {"messages": [{"role": "user"}]},
+        {"messages": [{"content": "x"}]}, {"messages": [{"role": "assistant", "content": "x"}]},
+        {"messages": [{"role": "user", "content": 3}]}, {"messages": [{"role": "user", "content": "x", "name": None}]},
+        {"messages": [*FIRST, {"role": "user", "content": ["x"]}]}, {"failure": 3}, {"failure": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_answer_that_no_worker_gives_is_malformed(message):
+    """The process runs the user's code, which can write to its socket; what it says becomes tokens of a prompt."""
+    with pytest.raises(Malformed):
+        workers._read(message)
+
+
+def test_the_three_answers_of_a_worker_are_read():
+    assert workers._read({"failure": "why"}) == "why"
+    assert workers._read({"reward": -0.5}) == workers.Reply(reward=-0.5)
+    tool = {"role": "tool", "name": "add", "content": "5"}
+    assert workers._read({"messages": [tool, *FIRST]}) == workers.Reply(messages=(tool, *FIRST))
+
+
+def test_a_file_that_ends_its_process_is_said_after_three_tries(tmp_path):
+    (tmp_path / "starts").touch()
+    file = tmp_path / "ends.py"
+    starts = str(tmp_path / "starts")
+    file.write_text(
+        f"import os\nwith open({starts!r}, 'a') as file:\n    file.write('.')\nos._exit(0)\nclass Game: ..."
+    )
+    with contextlib.closing(EnvironmentPool(f"{file}:Game", workers=1, timeout_s=5.0)) as pool:
+        with pytest.raises(ValueError, match="3 environment processes in a row did not start with .*ends.py:Game"):
+            pool.check()
+    assert (tmp_path / "starts").read_text() == "..."
 
 
 def test_the_answer_of_a_fork_is_not_taken_for_that_of_a_neighbour(pool):

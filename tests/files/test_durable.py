@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import finished_lines, read_records, write_atomically
 
 
@@ -19,6 +20,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
 
 WRITES = """
 import pathlib, sys
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 number = 0
 while True:
@@ -57,6 +59,18 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_else(tmp_path):
     assert file.read_text() == "old" and [*tmp_path.iterdir()] == [file]
 
 
+def test_a_write_that_cannot_be_finished_leaves_nothing(tmp_path):
+    (tmp_path / "config.json").mkdir()  # the last step, the replacement, fails
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(tmp_path / "config.json", "new")
+    assert [*tmp_path.iterdir()] == [tmp_path / "config.json"]
+    file = tmp_path / "status.json"
+    write_atomically(file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(file, "half of a pair: \ud83d")
+    assert file.read_text() == "old" and not file.with_name("status.json.partial").exists()
+
+
 def test_finished_lines_end_with_a_line_break(tmp_path):
     file = tmp_path / "lines.jsonl"
     assert list(finished_lines(file)) == []
@@ -71,3 +85,14 @@ def test_records_are_parsed_and_a_wrong_line_is_named(tmp_path):
     assert [next(records), next(records)] == [1, 2]
     with pytest.raises(ValueError, match=r"lines.jsonl, line 3 is not a line with an a \(KeyError\('a'\)\). Remove it"):
         next(records)
+
+
+@pytest.mark.parametrize("line", ["", "{", "[" * 100_000, "nan", "[1]", '"text"'], ids=lambda line: line[:9] or "empty")
+def test_a_line_of_anything_is_named_with_the_bucket_that_it_came_from(tmp_path, line):
+    (tmp_path / buckets.ORIGIN).write_text("gs://b/run")
+    (tmp_path / "lines.jsonl").write_text(f'{{"a": 1}}\n{line}\n')
+    records = read_records(tmp_path / "lines.jsonl", lambda value: value["a"], "a line with an a", "Remove it.")
+    assert next(records) == 1
+    with pytest.raises(ValueError, match="gs://b/run/lines.jsonl, line 2 is not a line with an a") as error:
+        next(records)
+    assert str(error.value).endswith("Remove it.") and len(str(error.value)) < 300

@@ -85,3 +85,37 @@ def test_what_is_not_there(folder):
     assert not model_files.is_present(folder / "config.json" / "deeper.json")
     (folder / "dangling.json").symlink_to("nothing.json")
     assert model_files.read_json(folder / "dangling.json") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe{}", "is not text"),
+        (b'{"a": ', "is not JSON"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b"[1, 2]", "holds a list, not an object"),
+        (b"null", "holds a NoneType, not an object"),
+        (b"1" * 5000, "is not JSON"),
+    ],
+)
+def test_json_that_is_no_object_is_refused_in_a_line(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        model_files.read_json(tmp_path / "config.json")
+    assert str(error.value).startswith(str(tmp_path / "config.json")) and "Copy it again" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("read", "most"),
+    [
+        (model_files.read_json, model_files.MAX_JSON_BYTES),
+        (model_files.read_text, model_files.MAX_BYTES),
+        (model_files.read_bytes, model_files.MAX_BYTES),
+    ],
+)
+def test_a_file_that_would_fill_the_memory_is_not_read(tmp_path, read, most):
+    file = tmp_path / "tokenizer.json"
+    file.touch()
+    os.truncate(file, most + 1)  # a file of holes, which takes no room
+    with pytest.raises(ValueError, match=f"has {most + 1:,} bytes, more than {most:,}"):
+        read(file)
