@@ -304,3 +304,7 @@ class CuttableQueue(RequestQueue, Protocol):
     def give_back(self, requests: Iterable[Request]) -> None:
         """Takes back requests of which no token was drawn."""
         ...
+
+    def keep(self, cut: Iterable[Response]) -> None:
+        """Takes the tokens so far of responses that run when the sampler is broken off."""
+        ...

@@ -8,7 +8,7 @@ and pools are in draw order. There is no barrier between prompts unless the call
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -116,12 +116,15 @@ def collect(
     if turns is not None:
         turns.attach(queue, lambda: _report(queue, on_progress))
     offered = turns or queue
+    sampled = sample_fn(offered)
     try:
-        for responses in sample_fn(offered):
+        for responses in sampled:
             offered.receive(responses)
             _report(queue, on_progress)
         queue.finish()
     except Exception:
+        if isinstance(sampled, Generator):
+            sampled.close()  # it hands over the tokens of what runs
         # A trajectory can't be graded again, so only rounds that have their verdicts are resumed.
         carried.broken_off.update(_partial(queue.prompts, finished_rounds=turns is not None))
         raise

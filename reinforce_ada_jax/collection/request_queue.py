@@ -106,6 +106,10 @@ class CollectionQueue:
             original = self._following.pop(request.prompt.id, request)
             del self._in_flight[original.prompt.id, original.draw]
 
+    def keep(self, cut: Iterable[Response]) -> None:
+        for response in map(self._whole, cut):
+            self._by_id[response.prompt_id].add(response)
+
     def wait(self) -> bool:
         finished = self._verification.read_next()
         self._advance(finished)

@@ -157,13 +157,18 @@ def _own_id(row: Mapping[str, Any], where: str) -> str | None:
         return None
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise ValueError(f"{where}: id is {shown(name)}; it must be a text or a whole number.")
-    name = str(name)
+    return _checked_id(str(name), "id", where)
+
+
+def _checked_id(name: str, key: str, where: str) -> str:
     if not 0 < len(name.strip()) <= len(name) <= MAX_ID_LENGTH:
         raise ValueError(
-            f"{where}: id has {len(name):,} characters; it must have 1 to {MAX_ID_LENGTH:,}, not all blank."
+            f"{where}: {key} has {len(name):,} characters; it must have 1 to {MAX_ID_LENGTH:,}, not all blank."
         )
     if name.splitlines() != [name]:
-        raise ValueError(f"{where}: id is {shown(name)}; it must be one line, because reports have it in their lines.")
+        raise ValueError(
+            f"{where}: {key} is {shown(name)}; it must be one line, because reports have it in their lines."
+        )
     return name
 
 
@@ -191,7 +196,8 @@ def to_problem(
         if isinstance(index, bool):
             raise ValueError(f"{where}: extra_info.index is {index}; it must be a text or a whole number.")
         indexed = isinstance(index, str | int) and len(str(index)) <= MAX_ID_LENGTH
-        name = _numbered(str(index) if indexed else json_hash([asked, answer]), seen)
+        found = _checked_id(str(index), "extra_info.index", where) if indexed else json_hash([asked, answer])
+        name = _numbered(found, seen)
     elif not unique_ids:
         name = _numbered(name, seen)
     problem = Problem(id=name, problem=text, answer=answer, columns=dict(row))

@@ -199,17 +199,23 @@ class _Session:
         """Submits a window, reads the one before it, yields its responses; until no request is left."""
         self._take_state()
         previous: WindowOutputs | None = None
-        while True:
-            if self._may_cut():
-                self._cut()
-            else:
-                self._take_requests()
-            submitted = self._submit_window(previous) if self._busy else None
-            if previous is not None:
-                yield self._read_window(previous)
-            elif submitted is None and not self._make_room():
-                break
-            previous = submitted
+        try:
+            while True:
+                if self._may_cut():
+                    self._cut()
+                else:
+                    self._take_requests()
+                submitted = self._submit_window(previous) if self._busy else None
+                if previous is not None:
+                    yield self._read_window(previous)
+                elif submitted is None and not self._make_room():
+                    break
+                previous = submitted
+        except GeneratorExit:  # broken off
+            if self.engine.options.continues and isinstance(self.queue, CuttableQueue):
+                for scheduler in self.schedulers:
+                    self.queue.keep(scheduler.begun(self.terms.policy_version))
+            raise
         self._finish()
 
     def run_in_step(self) -> Generator[list[Response]]:

@@ -36,12 +36,15 @@ class Rows:
         self.tokens, self.logprobs = np.zeros(size, np.int32), np.zeros(size, np.float32)
         self.length = np.zeros(options.output_rows, np.int32)  # tokens by the last window read; any in free rows
         self.limit = np.zeros(options.output_rows, np.int32)  # most tokens of each response in flight
+        self._since = np.zeros(options.output_rows, np.int64)  # number of the window with which each row was taken
+        self._submitted = self._read = 0  # windows
 
     def take_closing(self) -> np.ndarray:
         """Returns `closing` for a window, after which these rows are free.
 
         They are not free before: a prompt that was opened in one would be released by this window.
         """
+        self._submitted += 1
         closing, self.closing = self.closing, np.zeros_like(self.closing)
         self.free_prompt_rows += np.flatnonzero(closing).tolist()
         return closing
@@ -49,7 +52,7 @@ class Rows:
     def start(self, request: Request, max_tokens: int) -> int:
         """Returns the output row that the response will fill; a turn gets a row to be parked in, if one is free."""
         row = self.free_output_rows.pop()
-        self.in_flight[row], self.limit[row] = request, max_tokens
+        self.in_flight[row], self.limit[row], self._since[row] = request, max_tokens, self._submitted
         if request.continues and self.free_prompt_rows:
             self.park_rows[row] = self.free_prompt_rows.pop()
         return row
@@ -60,6 +63,11 @@ class Rows:
         place = new.start[row] + column
         self.tokens[row, place], self.logprobs[row, place] = new.tokens[row, column], new.logprobs[row, column]
         self.length = new.length
+        self._read += 1
+
+    def begun(self) -> list[int]:
+        """Returns the output rows of responses in flight that have tokens, by the last window read."""
+        return [row for row in self.in_flight if self._since[row] <= self._read and self.length[row]]
 
     def response(self, row: int) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
         """Returns tokens of a response so far and their log-probabilities, to be copied before the next window."""

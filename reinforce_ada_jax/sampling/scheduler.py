@@ -287,23 +287,29 @@ class Scheduler:
         responses = []
         status = outputs.rows.status
         for row in np.flatnonzero(status != RUNNING).tolist():
-            request = self.rows.finish(row)
-            tokens, logprobs = self.rows.response(row)
-            is_cut = status[row] == TRUNCATED and len(tokens) < self.rows.limit[row]  # it was cancelled
-            self._lengths.add(own_pages(len(request.prompt.tokens), len(tokens), self.options.page_size))
-            responses.append(Response(
-                prompt_id=request.prompt.id,
-                draw=request.draw,
-                tokens=tokens.copy(),
-                logprobs=logprobs.copy(),
-                truncated=bool(status[row] == TRUNCATED and not is_cut),
-                policy_version=policy_version,
-                is_cut=bool(is_cut),
-            ))  # fmt: skip
+            request, truncated = self.rows.in_flight[row], status[row] == TRUNCATED
+            is_cut = truncated and self.rows.length[row] < self.rows.limit[row]  # it was cancelled
+            response = self._response(
+                row, policy_version, truncated=bool(truncated and not is_cut), is_cut=bool(is_cut)
+            )
+            self.rows.finish(row)
+            self._lengths.add(own_pages(len(request.prompt.tokens), len(response.tokens), self.options.page_size))
+            responses.append(response)
             self._end_turn(row, request, responses[-1], outputs)
         self.budget.parkable_turns = len(self.rows.park_rows)
         self.budget.read_window(int(outputs.free_pages))
         return responses
+
+    def begun(self, policy_version: int) -> list[Response]:
+        """Returns the tokens so far of the responses in flight."""
+        return [self._response(row, policy_version, truncated=False, is_cut=True) for row in self.rows.begun()]
+
+    def _response(self, row: int, policy_version: int, *, truncated: bool, is_cut: bool) -> Response:
+        request, (tokens, logprobs) = self.rows.in_flight[row], self.rows.response(row)
+        return Response(
+            prompt_id=request.prompt.id, draw=request.draw, tokens=tokens.copy(), logprobs=logprobs.copy(),
+            truncated=truncated, policy_version=policy_version, is_cut=is_cut,
+        )  # fmt: skip
 
     def check(self, state: Occupancy, unread: Sequence[WindowOutputs]) -> None:
         """Raises BrokenInvariant where the scheduler and the state after the newest window do not agree."""

@@ -37,6 +37,8 @@ def write(folder, *rows):
         ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
         (GOOD | {"id": LONG}, r"id has 5,000,000 characters; it must have 1 to 1,024"),
         (GOOD | {"id": "b\nc"}, r"id is 'b\\nc'; it must be one line"),
+        (GOOD | {"id": None, "extra_info": {"index": "b\n0"}}, r"extra_info.index is 'b\\n0'; it must be one line"),
+        (GOOD | {"id": None, "extra_info": {"index": " "}}, "extra_info.index has 1 characters; it must have 1 to"),
         ('{"id": "b", "problem": "p", "problem": "q", "answer": "1"}', "the key 'problem' comes twice"),
         ({}, r"among its columns \(it has none\). Name the column"),
         (GOOD | {"id": "b", "answer": [LONG] * 2}, r"answer is \['xxx"),

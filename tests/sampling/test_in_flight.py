@@ -1,5 +1,7 @@
 """Responses that are cut at the end of a collection and go on in the next one (`collection.overlap` = in_flight)."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import CarriedRollouts, collect
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
+from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.types import Prefetch, Prompt
@@ -84,6 +87,36 @@ def test_a_prompt_and_the_most_of_a_response_are_accepted():
     options.check_prompt(tiny.OPTIONS.max_prompt_tokens + tiny.LIMIT - 1)
     with pytest.raises(ValueError, match="a prompt has 29 tokens, and the engine takes 1 to 28"):
         options.check_prompt(tiny.OPTIONS.max_prompt_tokens + tiny.LIMIT)
+
+
+def test_a_collection_that_is_broken_off_keeps_the_tokens_of_what_runs():
+    """As after a request to end: its responses go on, and are those of a collection that was not broken off."""
+    rollouts, sampling, carried = in_flight(), SamplingParams(tiny.LIMIT), CarriedRollouts()
+    sample_fn = rollouts.sampler(tiny.params(), stream=1, sampling=sampling)
+
+    windows = itertools.count(1)
+
+    def stop(*_):
+        if next(windows) == 9:  # in the middle of the second six responses
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        collect(THEN, sample_fn, tiny.verdicts, STRATEGY, carried=carried, on_progress=stop)
+    partial = partial_from_text(partial_to_text(carried.broken_off))
+    begun = [response for rollouts in partial.values() for response in rollouts.begun]
+    assert len(begun) >= 2 and all(response.is_cut for response in begun)
+    sample_fn = rollouts.sampler(tiny.params(), stream=1, sampling=sampling)
+    pools = collect(THEN, sample_fn, tiny.verdicts, STRATEGY, carried=CarriedRollouts(partial))
+    samples = tiny.samples(pools)
+    assert not any(response.versions for response in samples.values())  # of one version throughout
+    tiny.assert_same(tiny.draw(tiny.rollouts(), prompts=THEN, stream=1), samples, prompts=THEN, stream=1)
+    kept = sum(
+        len(response.tokens)
+        for rollouts in partial.values()
+        for response in (*rollouts.responses, *rollouts.begun)
+        if response
+    )
+    assert rollouts.counts.tokens == sum(len(response.tokens) for response in samples.values()) - kept
 
 
 def test_draws_that_no_prompt_needs_are_cut_and_count_as_discarded():
