@@ -9,6 +9,7 @@ import re
 import signal
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup
 from reinforce_ada_jax.training.checkpoint import Checkpoints
+from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.state import abstract_state
 from tests import compiling
 from tests.forked import Forked
@@ -63,6 +65,14 @@ def train(
     with contextlib.ExitStack() as stack:
         run, state = startup.start(config, workdir, load_benchmarks, stack, quiet=True)
         return loop.run_to_end(run, state)
+
+
+@contextlib.contextmanager
+def responses_kept() -> Iterator[None]:
+    """Runs keep the responses of an iteration beside its checkpoint, as a run that is killed before it does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResponseJournal, "forget", lambda *_: None)
+        yield
 
 
 def environment(xla_flags: str = compiling.COMMANDS) -> dict[str, str]:

@@ -18,10 +18,9 @@ from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training.loop import Ending
-from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
 from tests import sharing
-from tests.running import ROOT, cipher_file, load, reproducible, tiny, train
+from tests.running import ROOT, cipher_file, load, reproducible, responses_kept, tiny, train
 from tests.scripted_rng import ScriptedRng
 
 RIVALS = ROOT / "examples" / "rivals"
@@ -229,7 +228,7 @@ def test_ar3po_remembers_who_was_solved():
     assert [(prompt.id, prompt.labels) for prompt in chosen] == [("2", {}), ("1", {}), ("0", {"solved": "yes"})]
 
 
-def test_what_a_selection_tells_the_strategy_outlives_a_kill(tmp_path, monkeypatch):
+def test_what_a_selection_tells_the_strategy_outlives_a_kill(tmp_path):
     """After a kill in an update its responses are stored, and the labels of their prompts are those of the choice."""
     files = {"collection.strategy": "ar3po.py:ar3po", "collection.selection": "ar3po.py:Reusing"}
     config = tiny(
@@ -241,8 +240,7 @@ def test_what_a_selection_tells_the_strategy_outlives_a_kill(tmp_path, monkeypat
             "sampling.slots": 16,
         },
     )  # fmt: skip
-    with monkeypatch.context() as patch:
-        patch.setattr(ResponseJournal, "forget", lambda *_: None)
+    with responses_kept():
         assert train(config, tmp_path / "unbroken").ending is Ending.FINISHED
     # A prompt that is solved again has 3 rows, one that was solved before has 2.
     assert writers.read_metrics(tmp_path / "unbroken")[2]["collection/kept"] % 3

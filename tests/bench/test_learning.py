@@ -74,10 +74,20 @@ def measured(folder, *arguments):
     return command_line.measured(learning.run, values)
 
 
-def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
+@pytest.fixture
+def scripted(monkeypatch):
+    """scripted(train, load): what a measurement does in place of training a run, and of reading what it left."""
+
+    def put(train, load):
+        monkeypatch.setattr(learning, "train", train)
+        monkeypatch.setattr(learning, "load", load)
+
+    return put
+
+
+def test_every_run_is_trained_and_drawn(tmp_path, scripted):
     trained = []
-    monkeypatch.setattr(learning, "train", lambda run, workdir: trained.append((run, workdir)))
-    monkeypatch.setattr(learning, "load", lambda workdir: HISTORIES["balance"][0])
+    scripted(lambda run, workdir: trained.append((run, workdir)), lambda workdir: HISTORIES["balance"][0])
     flags_given = ("--seeds=2", "--task=cipher,second_half", "--algorithms=ngu,dapo", "--updates=300")
     result = measured(tmp_path, *flags_given, "--learning_rates=0.5")
     # Every algorithm has a run before any has two.
@@ -94,7 +104,7 @@ def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
         assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}.svg").exists()
 
 
-def test_each_algorithm_has_its_best_learning_rate(tmp_path, monkeypatch):
+def test_each_algorithm_has_its_best_learning_rate(tmp_path, scripted, monkeypatch):
     """The average with 46,000 tokens of a seed that is not reported decides, on each task."""
     best = {("cipher", "ngu"): 0.25, ("cipher", "dapo"): 0.5, ("second_half", "ngu"): 1.0, ("second_half", "dapo"): 0.5}
     trained = []
@@ -105,8 +115,7 @@ def test_each_algorithm_has_its_best_learning_rate(tmp_path, monkeypatch):
         return history(3350, 0.9 if float(rate) == best[workdir.parent.name, name] else 0.8)
 
     updates = []
-    monkeypatch.setattr(learning, "train", lambda run, workdir: updates.append((run.seed, run.entry.updates)))
-    monkeypatch.setattr(learning, "load", load)
+    scripted(lambda run, workdir: updates.append((run.seed, run.entry.updates)), load)
     monkeypatch.setattr(learning, "figure", lambda *_: None)
     measured(tmp_path, "--seeds=1", "--task=cipher,second_half", "--algorithms=ngu,dapo", "--learning_rates=0.25,0.5,1")
     tried = [run for run in trained if run[3] == learning.TRIAL_SEED]
@@ -116,7 +125,7 @@ def test_each_algorithm_has_its_best_learning_rate(tmp_path, monkeypatch):
     assert set(updates) == {(learning.TRIAL_SEED, 66), (0, 100)}
 
 
-def test_an_algorithm_of_the_users_own_is_in_the_table(tmp_path, monkeypatch):
+def test_an_algorithm_of_the_users_own_is_in_the_table(tmp_path, scripted, monkeypatch):
     """One file and one flag: it is trained, and has a row of its own. The built-in algorithm is scripted."""
     (tmp_path / "mine.py").write_text(
         "from reinforce_ada_jax.collection.strategies import fixed\n\n\ndef pairs(config):\n    return fixed(2)\n"
@@ -127,8 +136,10 @@ def test_an_algorithm_of_the_users_own_is_in_the_table(tmp_path, monkeypatch):
     small = dataclasses.replace(learning.TASKS["cipher"], samples=2, every=1, settings=settings)
     monkeypatch.setitem(learning.TASKS, "cipher", small)
     train, load = learning.train, learning.load
-    monkeypatch.setattr(learning, "train", lambda run, workdir: run.entry.name == "pairs" and train(run, workdir))
-    monkeypatch.setattr(learning, "load", lambda workdir: load(workdir) if workdir.exists() else history(320, 0.8))
+    scripted(
+        lambda run, workdir: run.entry.name == "pairs" and train(run, workdir),
+        lambda workdir: load(workdir) if workdir.exists() else history(320, 0.8),
+    )
     arguments = ("--seeds=1", "--updates=1", "--own=pairs,strategy=mine.py:pairs", "--algorithms=grpo-4")
     result = measured(tmp_path / "runs", *arguments)
     assert list(result["cipher"]) == ["grpo-4", "pairs"]

@@ -16,7 +16,7 @@ from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.run import Run
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt, Verdict
-from tests.running import tiny
+from tests.running import cipher_file, tiny
 
 
 def test_other_benchmarks_stay_in_the_file(tmp_path):
@@ -40,16 +40,24 @@ def test_an_evaluation_is_done_when_its_file_has_every_benchmark(tmp_path):
     assert made.is_done(run, 0) and not made.is_done(run, 1)
 
 
-def test_benchmarks_of_one_name_are_refused(monkeypatch):
-    monkeypatch.setattr(Components, "prompts", lambda *_: [])
-    config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "y/aime.jsonl")})
+@pytest.fixture(scope="module")
+def components() -> Components:
+    """Those of the built-in task."""
+    return components_lib.build(tiny(), components_lib.model_folder("package:cipher"))
+
+
+def test_benchmarks_of_one_name_are_refused(components, tmp_path):
+    files = []
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        files.append(cipher_file(tmp_path / folder / "aime.jsonl", 2))
     with pytest.raises(ValueError, match="two benchmarks are called 'aime': rename"):
-        evaluator.load_benchmarks(object.__new__(Components), config)
-    config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "cipher:heldout")})
-    assert list(evaluator.load_benchmarks(object.__new__(Components), config)) == ["aime", "heldout"]
+        evaluator.load_benchmarks(components, tiny(**{"evaluation.benchmarks": tuple(files)}))
+    found = evaluator.load_benchmarks(components, tiny(**{"evaluation.benchmarks": (files[0], "cipher:heldout")}))
+    assert list(found) == ["aime", "heldout"] and len(found["aime"]) == 2
 
 
-def test_benchmarks_with_equal_ids_are_drawn_independently(monkeypatch, tmp_path):
+def test_benchmarks_with_equal_ids_are_drawn_independently(components, monkeypatch, tmp_path):
     def from_policy(params, rollouts, settings, stream, config, components, verify_fn):
         def draw(prompts, **_):
             for prompt in prompts:
@@ -59,16 +67,13 @@ def test_benchmarks_with_equal_ids_are_drawn_independently(monkeypatch, tmp_path
         return draw
 
     monkeypatch.setattr(fixed_draws, "from_policy", from_policy)
-    monkeypatch.setattr(evaluator, "verify_fns", lambda *_: collections.defaultdict(object))
     ids = {"alone": "ab", "second": "ac", "third": "c", "apart": "d"}
     benchmarks = {
         name: [Prompt(each, "", "", np.zeros(1, np.int32)) for each in letters] for name, letters in ids.items()
     }
-    addresses, config = collections.Counter(), tiny(**{"evaluation.samples": 1})
-    components, rollouts = object.__new__(Components), object.__new__(Rollouts)
+    addresses, config = collections.Counter(), tiny(**{"evaluation.samples": 1, "evaluation.benchmarks": tuple(ids)})
+    rollouts = Mock(spec=Rollouts)
     verifiers = VerifierPool(cipher.grade, workers=0, time_limit_s=1.0)
-    monkeypatch.setattr(Rollouts, "decode_weights", lambda _, params: params)
-    monkeypatch.setattr(Components, "graders", lambda *_: verifiers)
     run = Mock(spec=Run, components=components, config=config, workdir=tmp_path, rollouts=rollouts, verifiers=verifiers)
     run.policy = lambda state: {}
     for iteration in range(3):
@@ -80,7 +85,7 @@ def test_benchmarks_with_equal_ids_are_drawn_independently(monkeypatch, tmp_path
     assert {(1, "a"), (1, "b"), (1, "d"), (3, "a"), (5, "d")} <= set(addresses)
 
 
-def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it(monkeypatch):
+def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it(components, monkeypatch):
     def verify_fn(self, verifiers, shaping, grader):
         return lambda pairs: (shaping.overlong_tokens, grader)
 
@@ -88,7 +93,7 @@ def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it(monkeypatch):
     benchmarks = ("data/gsm8k_test.jsonl", "math500.jsonl")
     config = tiny(**{"evaluation.benchmarks": benchmarks, "reward.kind": "math", "reward.workers": 0})
     with components_lib.verifier_pool(config) as verifiers:
-        functions = evaluator.verify_fns(object.__new__(Components), verifiers, config)
+        functions = evaluator.verify_fns(components, verifiers, config)
         assert {name: function([]) for name, function in functions.items()} == {
             "gsm8k_test": (0, "gsm8k"),
             "math500": (0, ""),

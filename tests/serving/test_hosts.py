@@ -90,7 +90,21 @@ def sampled(sampler: Sampler) -> list[list[int]]:
     return [response.tokens.tolist() for seed in range(4) for response in found[seed]]
 
 
-def test_process_0_runs_the_windows_of_all(monkeypatch):
+@pytest.fixture
+def as_two_processes(monkeypatch):
+    """as_two_processes() -> messages to process 0 and to process 1: what the caller's threads send and receive."""
+
+    def begin() -> list[queue.Queue]:
+        to = [queue.Queue(), queue.Queue()]
+        monkeypatch.setattr(processes_lib, "count", lambda: 2)
+        monkeypatch.setattr(processes_lib, "send", lambda process, message: to[process].put(message))
+        monkeypatch.setattr(processes_lib, "receive", lambda process: to[1 - process].get(timeout=60))
+        return to
+
+    return begin
+
+
+def test_process_0_runs_the_windows_of_all(as_two_processes):
     components = serve.build(SETTINGS)
     engine = components.engine
 
@@ -98,10 +112,7 @@ def test_process_0_runs_the_windows_of_all(monkeypatch):
         return huggingface.load(components.folder, components.mesh, "float32")[1]
 
     expected = sampled(Sampler(engine, Weights(engine.decode_weights(load()))))
-    to = [queue.Queue(), queue.Queue()]  # messages to process 0, and to process 1
-    monkeypatch.setattr(processes_lib, "count", lambda: 2)
-    monkeypatch.setattr(processes_lib, "send", lambda process, message: to[process].put(message))
-    monkeypatch.setattr(processes_lib, "receive", lambda process: to[1 - process].get(timeout=60))
+    to = as_two_processes()
     follower = threading.Thread(target=serving_hosts.follow, args=([engine], [load]))
     follower.start()
     shared = serving_hosts.SharedEngine(engine, 0)
@@ -112,7 +123,7 @@ def test_process_0_runs_the_windows_of_all(monkeypatch):
     assert not follower.is_alive() and to[0].empty() and to[1].empty()
 
 
-def test_an_error_in_process_0_ends_it(monkeypatch, capsys):
+def test_an_error_in_process_0_ends_it(monkeypatch, as_two_processes, capsys):
     """The others are in the same program, and no later one would begin there."""
 
     def fail(*arguments):
@@ -123,8 +134,7 @@ def test_an_error_in_process_0_ends_it(monkeypatch, capsys):
 
     engine = serve.build(SETTINGS).engine
     monkeypatch.setattr(engine, "decode_window", fail)
-    monkeypatch.setattr(processes_lib, "count", lambda: 2)
-    monkeypatch.setattr(processes_lib, "send", lambda process, message: None)
+    as_two_processes()
     monkeypatch.setattr(os, "_exit", leave)
     nothing = [serving_hosts._no_inputs(engine)] * 2
     with pytest.raises(SystemExit) as ended:
@@ -133,8 +143,8 @@ def test_an_error_in_process_0_ends_it(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("api", "reason"), [("grpc", "JetStream's driver"), ("tinker", "which adapters")])
-def test_interfaces_of_one_process_are_refused_by_name(api, reason, monkeypatch, capsys):
-    monkeypatch.setattr(processes_lib, "count", lambda: 2)
+def test_interfaces_of_one_process_are_refused_by_name(api, reason, as_two_processes, capsys):
+    as_two_processes()
     with pytest.raises(SystemExit) as ended:
         serve.main(ServerSettings("package:cipher", api=api))
     assert ended.value.code == cli.BAD_INPUT

@@ -59,6 +59,18 @@ class Processes:
         return results
 
 
+@pytest.fixture
+def in_processes(monkeypatch):
+    """in_processes(size) -> the processes that collections of the test run in."""
+
+    def made(size: int) -> Processes:
+        processes = Processes(size)
+        monkeypatch.setattr(sharded_collection, "processes", processes)
+        return processes
+
+    return made
+
+
 @pytest.fixture(autouse=True)
 def one_reads_at_a_time(monkeypatch):
     """numpy reads headers by ast.parse, which fails in several threads of CPython 3.11 (SystemError, 1 run in 50)."""
@@ -161,11 +173,10 @@ def collected(
 
 @pytest.mark.parametrize("size", [2, 3, 16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_pools_are_those_of_one_process(monkeypatch, strategy, size):
+def test_pools_are_those_of_one_process(in_processes, strategy, size):
     alone, _ = collected(strategy)
     assert len({pool.rounds for pool in alone}) > 1 or strategy in {"grpo", "estimate", "dapo"}
-    processes, logs = Processes(size), [[] for _ in range(size)]
-    monkeypatch.setattr(sharded_collection, "processes", processes)
+    processes, logs = in_processes(size), [[] for _ in range(size)]
     everybody = processes.run(lambda index: collected(strategy, logs[index])[0])
     assert [described(pools) for pools in everybody] == [described(alone)] * size
     drawn_for = [name for log in logs for names in log for name in names]
@@ -174,17 +185,15 @@ def test_pools_are_those_of_one_process(monkeypatch, strategy, size):
         assert len(alone) > 13, "some were replaced"
 
 
-def test_what_is_drawn_ahead_is_everybodys(monkeypatch):
-    processes = Processes(2)
-    monkeypatch.setattr(sharded_collection, "processes", processes)
+def test_what_is_drawn_ahead_is_everybodys(in_processes):
+    processes = in_processes(2)
     (_, first), (_, second) = processes.run(lambda index: collected("balance", prefetch=2))
     assert first.keys() == second.keys()
     assert {int(name[1:]) % 2 for name in first} == {0, 1}, "of both shards"
 
 
-def test_an_interrupt_of_one_is_an_interrupt_of_all(monkeypatch):
-    processes = Processes(3)
-    monkeypatch.setattr(sharded_collection, "processes", processes)
+def test_an_interrupt_of_one_is_an_interrupt_of_all(in_processes):
+    processes = in_processes(3)
 
     def program(index):
         def draw(job):
@@ -200,10 +209,9 @@ def test_an_interrupt_of_one_is_an_interrupt_of_all(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_collection_that_one_breaks_off_goes_on_in_all(monkeypatch, strategy, size):
+def test_a_collection_that_one_breaks_off_goes_on_in_all(in_processes, strategy, size):
     alone, _ = collected(strategy)
-    processes = Processes(size)
-    monkeypatch.setattr(sharded_collection, "processes", processes)
+    processes = in_processes(size)
     kept = [CollectedShard([]) for _ in range(size)]
 
     def break_off(index):
@@ -240,7 +248,7 @@ def mine(config):
 """
 
 
-def test_a_users_rule_is_the_same_in_several_processes(monkeypatch, tmp_path):
+def test_a_users_rule_is_the_same_in_several_processes(in_processes, tmp_path):
     (tmp_path / "file.py").write_text(LOOKS_AT_ITS_PROMPT)
     settings = section(f"{tmp_path / 'file.py'}:mine")
     settings.max_draws, settings.retry_probability = 0, 0.999
@@ -255,12 +263,11 @@ def test_a_users_rule_is_the_same_in_several_processes(monkeypatch, tmp_path):
             0
         ]
 
-    processes = Processes(2)
-    monkeypatch.setattr(sharded_collection, "processes", processes)
+    processes = in_processes(2)
     assert [described(pools) for pools in processes.run(program)] == [described(alone)] * 2
 
 
-def test_shards_are_balanced_by_planned_draws(monkeypatch):
+def test_shards_are_balanced_by_planned_draws(in_processes):
     drawn_by = [[], []]
 
     def program(index):
@@ -276,13 +283,12 @@ def test_shards_are_balanced_by_planned_draws(monkeypatch):
         job = sharded_collection.Job(make_prompts(f"p{row}" for row in range(6)), strategy)
         return sharded_collection.collect_everywhere(job, draw)
 
-    processes = Processes(2)
-    monkeypatch.setattr(sharded_collection, "processes", processes)
+    processes = in_processes(2)
     processes.run(program)
     assert drawn_by == [["p0"], ["p1", "p2", "p3", "p4", "p5"]]
 
 
-def test_single_draws_with_speculation_are_the_same_in_several_processes(monkeypatch):
+def test_single_draws_with_speculation_are_the_same_in_several_processes(in_processes):
     """Rounds of one until the first success: every process has the same pools and counts of discarded draws."""
 
     def solved(progress):
@@ -313,8 +319,7 @@ def test_single_draws_with_speculation_are_the_same_in_several_processes(monkeyp
     alone = run(sample)
     # Prompts 0 and 5 have the pass rate 0, and 4 has 1.
     assert [len(alone[row].responses) for row in (0, 5, 4)] == [32, 32, 1]
-    processes = Processes(3)
-    monkeypatch.setattr(sharded_collection, "processes", processes)
+    processes = in_processes(3)
     everybody = processes.run(lambda index: run(early))
     assert [without_discarded(pools) for pools in everybody] == [without_discarded(alone)] * 3
     assert len({described(pools) for pools in everybody}) == 1

@@ -8,8 +8,8 @@ import pytest
 
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training.loop import Ending
-from reinforce_ada_jax.training.response_journal import FOLDER, ResponseJournal
-from tests.running import ROOT, reproducible, restored, tiny, train
+from reinforce_ada_jax.training.response_journal import FOLDER
+from tests.running import ROOT, reproducible, responses_kept, restored, tiny, train
 
 ITERATIONS = 3
 FLAGS = {
@@ -83,10 +83,9 @@ def start(workdir, overrides):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
-def test_a_run_resumes_bit_for_bit(tmp_path, name, monkeypatch):
+def test_a_run_resumes_bit_for_bit(tmp_path, name):
     unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
-    with monkeypatch.context() as patch:
-        patch.setattr(ResponseJournal, "forget", lambda *_: None)
+    with responses_kept():
         start(unbroken, RUNS[name])
     # As after a kill in iteration 3: the checkpoint of iteration 2 is the newest, later lines are there. Of the value
     # head, whose features no file holds, the kill was in the updates: the responses of the iteration are kept.
