@@ -251,6 +251,13 @@ class Attention(nnx.Module):
             return norm(self.architecture, x, scale)
         return norm(self.architecture, x.reshape(*x.shape[:2], -1), scale.reshape(-1)).reshape(x.shape)
 
+    def sinks_of(self, dtype: DTypeLike) -> Float[Array, " N"] | None:
+        """Returns the sinks in float32, with the values that the weights have in decoding; None: there are none."""
+        if not self.architecture.attention_sinks:
+            return None
+        sinks = self.sinks[...].astype(jnp.float32)
+        return rounded.round_to_bfloat16(sinks) if jnp.dtype(dtype) == jnp.bfloat16 else sinks
+
     def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Computes the output projection."""
         merged = project(mixed, self.output.get_value(), num_inputs=2)

@@ -251,8 +251,7 @@ def run(
         # At position 0 nothing is rotated.
         where = positions if is_rotated.all() else positions * jnp.asarray(is_rotated)[index]
         query, key, value = rowwise(before, x, where)
-        sinks = layer.attention.sinks[...].astype(jnp.float32) if architecture.attention_sinks else None
-        place = LayerPlace(index, architecture.window, slides, sinks)
+        place = LayerPlace(index, architecture.window, slides, layer.attention.sinks_of(execution.dtype))
         mixed, carry, of_layer = attend(query, key, value, place, carry)
         x, load = rowwise(functools.partial(_after_attention, architecture, layer, execution, counted), x, mixed)
         return (x, carry), of_layer if counted is None else (of_layer, load)

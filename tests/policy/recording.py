@@ -54,6 +54,7 @@ def _modules(architecture, params, recording):
     sinks = layer.attention.sinks[...] if architecture.attention_sinks else None
     place = transformer.LayerPlace(0, architecture.window, slides, sinks)
     mixed, _, _ = transformer.causal_attend(query, key, value, place, None)
+    fed = layer.mlp(into["feed_forward"])
     return {
         "frequencies": layers.rotary_frequencies(architecture),
         "attention_norm": layers.norm(architecture, into["attention_norm"], layer.attention_norm[...]),
@@ -62,7 +63,7 @@ def _modules(architecture, params, recording):
         "key": key,
         "attention": layer.attention.merge_heads(mixed),
         "feed_forward_norm": layers.norm(architecture, into["feed_forward_norm"], layer.mlp_norm[...]),
-        "feed_forward": layer.mlp(into["feed_forward"]),
+        "feed_forward": fed[0] if architecture.num_experts else fed,
     }
 
 

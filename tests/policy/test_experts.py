@@ -176,9 +176,10 @@ def test_the_golden_notices_a_softmax_of_the_chosen_alone(monkeypatch):
     assert np.abs(logits - recorded["logits"]).max() > 0.1
 
 
-def test_the_router_is_the_same_in_learner_and_sampler():
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_router_and_sinks_are_the_same_in_learner_and_sampler(family):
     # The sampler has a copy of all weights in the dtype of activations; the learner casts its own, in float32.
-    architecture, params, recorded = recording.golden("qwen3_moe")
+    architecture, params, recorded = recording.golden(family)
     tokens = jnp.asarray(recorded["tokens"])
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     ours = transformer.logits(architecture, params, tokens, dtype=jnp.bfloat16)

@@ -271,15 +271,20 @@ def test_a_page_table_beyond_a_tpus_scalar_memory_is_refused():
 
 # jax 0.11 still compiles for Triton, and says that it will end.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize("tensor, int8", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "tensor, int8, sinks", [(1, False, False), (2, False, False), (2, True, False), (2, False, True)]
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("backend, platform, target", [
     ("pallas_tpu", "tpu", "tpu_custom_call"), ("pallas_gpu", "cuda", "__gpu$xla.gpu.triton"),
 ])  # fmt: skip
-def test_lowers_for_the_real_device_without_one(backend, platform, target, head_dim, tensor, int8):
+def test_lowers_for_the_real_device_without_one(backend, platform, target, head_dim, tensor, int8, sinks):
     query = jax.ShapeDtypeStruct((64, 12, head_dim), jnp.bfloat16)
     shape = (2, 5000, 64, padded_head_dim(head_dim, backend))
     pages = jax.eval_shape(lambda: empty_pages(shape, None if int8 else jnp.bfloat16))
     integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64,), (64, 81)))
+    softmax = Softmax(sinks=jax.ShapeDtypeStruct((12,), jnp.float32) if sinks else None)
     attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(tensor=tensor)))
-    assert target in attend.trace(query, pages, pages, *integers).lower(lowering_platforms=(platform,)).as_text()
+    assert (
+        target in attend.trace(query, pages, pages, *integers, softmax).lower(lowering_platforms=(platform,)).as_text()
+    )
