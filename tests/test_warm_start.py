@@ -1,3 +1,5 @@
+"""The packaged policy is what examples/warm_start.py makes, from demonstrations that err as described."""
+
 import json
 import subprocess
 import sys

@@ -1,3 +1,5 @@
+"""The studies of docs/: their expectations against numbers worked by hand, and what they write and refuse."""
+
 import json
 import math
 import warnings

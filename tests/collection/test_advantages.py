@@ -1,3 +1,5 @@
+"""Advantages and kept responses against literal vectors, for every baseline, weight and rule of what is kept."""
+
 import dataclasses
 import json
 import pathlib

@@ -1,3 +1,5 @@
+"""A budget of draws is shared over prompts within their bounds, exactly, in whatever order they come."""
+
 import itertools
 
 import numpy as np

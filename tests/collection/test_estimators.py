@@ -1,3 +1,5 @@
+"""Estimates of pass rates over iterations, worked by hand, and their calibration."""
+
 import json
 
 import numpy as np

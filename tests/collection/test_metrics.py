@@ -1,3 +1,5 @@
+"""Metrics of a collection, each against a few pools that are counted by hand."""
+
 import dataclasses
 import itertools
 

@@ -1,3 +1,5 @@
+"""Weights of an objective at each pass rate, and the series of its corrections."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""Strategies on given rewards: rounds and draws against literal ones, and strategies of users."""
+
 import dataclasses
 import json
 import pathlib

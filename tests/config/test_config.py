@@ -1,3 +1,5 @@
+"""Settings: their defaults, their allowed values, and the rules between them, each with its message."""
+
 import ast
 import dataclasses
 import json

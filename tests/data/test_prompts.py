@@ -1,3 +1,5 @@
+"""Problem files become prompts with tokens; what cannot be read or is too long is named."""
+
 import json
 
 import pytest

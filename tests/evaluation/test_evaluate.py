@@ -1,3 +1,5 @@
+"""The evaluation command: kills and resumes, failed rewards, graders, and what it refuses before it draws."""
+
 import json
 import os
 import shutil

@@ -1,3 +1,5 @@
+"""Evaluations of a run: one file each, addresses of their own, and the graders of their benchmarks."""
+
 import collections
 import json
 from unittest.mock import Mock

@@ -1,3 +1,5 @@
+"""Every problem gets its draws once, whatever is stored and however many are drawn at a time."""
+
 import functools
 import json
 from concurrent.futures import Future

@@ -1,3 +1,5 @@
+"""The paper's results: averages of columns, and the row that a run with the same settings is compared with."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""Choosing prompts by their pass rates: bounds, duplicates, overlaps with benchmarks, and what a line keeps."""
+
 import json
 
 import numpy as np

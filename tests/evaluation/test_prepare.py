@@ -1,3 +1,5 @@
+"""The preparation command: kills and resumes, failed rewards, and what it refuses."""
+
 import hashlib
 import json
 import re

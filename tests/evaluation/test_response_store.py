@@ -1,3 +1,5 @@
+"""Stored responses come back, cut and damaged lines are found, and another reward grades them again."""
+
 import json
 
 import numpy as np

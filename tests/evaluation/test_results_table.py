@@ -1,3 +1,5 @@
+"""The table of an evaluation, literally, and the runs and settings that have no place in it."""
+
 from reinforce_ada_jax.evaluation import paper_results, results_table
 from reinforce_ada_jax.evaluation.scores import Difficulty, Statistics, statistics
 from tests.evaluation.test_scores import problem

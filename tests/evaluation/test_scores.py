@@ -1,3 +1,5 @@
+"""avg@k, pass@k and their standard errors by hand and by counting all draws of k."""
+
 import itertools
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Responses become rows of a batch: the layout, literally, and no response or row is lost."""
+
 import jax
 import numpy as np
 import pytest

@@ -1,3 +1,5 @@
+"""Updates and scores of a learner: naive gradients, micro-batches, padding, devices, experts and adapters."""
+
 import dataclasses
 import functools
 import itertools

@@ -1,3 +1,5 @@
+"""Losses and their gradients against literal numbers, for every ratio, clip, aggregation and term."""
+
 import functools
 import itertools
 import json

@@ -1,3 +1,5 @@
+"""The optimiser: warm-up, two steps by hand, and the bound of the gradient's norm."""
+
 import jax.numpy as jnp
 import numpy as np
 import optax

@@ -1,3 +1,5 @@
+"""Choices that depend on the device: dtypes, kernels, micro-batches and copies, on devices that are described."""
+
 import dataclasses
 
 import jax.numpy as jnp
@@ -220,7 +222,8 @@ def test_activations_of_smollm2_are_those_of_its_products():
     [
         (None, "none", 0, 1, MODEL, None), (None, "finish", 0, 1, MODEL, 2.0), (3.0, "finish", 0, 1, MODEL, 3.0),
         (None, "in_flight", 0, 1, MODEL, 2.0), (3.0, "none", 0, 1, MODEL, 3.0), (None, "none", 1, 1, MODEL, 2.0),
-        (3.0, "none", 1, 1, MODEL, 3.0), (None, "none", 1, 0, MODEL, None), (None, "none", 0, 1, ("int8", "model"), 2.0),
+        (3.0, "none", 1, 1, MODEL, 3.0), (None, "none", 1, 0, MODEL, None),
+        (None, "none", 0, 1, ("int8", "model"), 2.0),
         (3.0, "none", 0, 1, ("int8", "model"), 3.0), (None, "none", 0, 1, ("model", "int8"), 2.0),
     ],
 )  # fmt: skip

@@ -1,3 +1,5 @@
+"""The value head: its features, its estimates, its training by hand, and its state in checkpoints."""
+
 import functools
 import json
 

@@ -1,3 +1,5 @@
+"""The comparison of two runs: its table and sentences, only where both have numbers."""
+
 import pytest
 
 from reinforce_ada_jax.reporting.comparison import compare, compare_all

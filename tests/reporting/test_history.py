@@ -1,3 +1,5 @@
+"""Metrics of a run as curves: smoothing, lines that are being written, and files that no run writes."""
+
 import json
 
 import numpy as np

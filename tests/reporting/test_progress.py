@@ -1,3 +1,5 @@
+"""Lines and bars of progress in a terminal and in a log file."""
+
 from reinforce_ada_jax.reporting.progress import Progress
 
 

@@ -1,3 +1,5 @@
+"""Metrics are written and read back, cut at a resume, and passed on to trackers."""
+
 import json
 import math
 import sys

@@ -1,3 +1,5 @@
+"""Draws from blocks of a vocabulary have the probabilities of the softmax, whatever the blocks."""
+
 import functools
 
 import jax

@@ -1,3 +1,5 @@
+"""Pages are counted, taken and given back: none is lost or has two holders."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

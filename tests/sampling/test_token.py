@@ -1,3 +1,5 @@
+"""Noise of an address: distinct streams, the softmax's frequencies, and truncation by row."""
+
 import itertools
 
 import jax

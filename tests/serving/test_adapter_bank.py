@@ -1,3 +1,5 @@
+"""The bank of adapters of a server: places, and adapters that do not fit."""
+
 import jax
 import pytest
 

@@ -1,3 +1,5 @@
+"""JetStream's packages as a server imports them: what they must leave alone."""
+
 import logging
 import pathlib
 import subprocess

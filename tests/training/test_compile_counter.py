@@ -1,3 +1,5 @@
+"""Compilations of this process are counted once."""
+
 import jax
 import jax.numpy as jnp
 
