@@ -24,6 +24,7 @@ _EQUALS = re.compile(r"(?<![<>!:\\])=(?![>=])|\\approx(?![A-Za-z])|≈")
 _OF_NUMBERS = re.compile(
     r"(?:[-+*/^\d.,()\s{}$]|\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right)(?![A-Za-z])|\\[,;:! %$])+"
 )
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _ITEMS = re.compile(r",(?!\d{3})|;")
 _BOUND = re.compile(
     r"(?<![\\A-Za-z])(?:not|at least|at most|(?:more|less|fewer|greater|other) than"
@@ -162,7 +163,7 @@ def is_bound(text: str) -> bool:
 
 def equations_of_numbers(text: str) -> list[tuple[str, str]]:
     r"""Returns the neighbouring sides of `=` and `\approx` without letters: (5, 6) for `x = 5 = 6`."""
-    lists = (_EQUALS.split(item) for item in _ITEMS.split(text))
+    lists = (_EQUALS.split(item) for item in _ITEMS.split(_THOUSANDS.sub("", text)))
     return [pair for sides in lists for pair in itertools.pairwise(sides) if all(map(_OF_NUMBERS.fullmatch, pair))]
 
 

@@ -42,6 +42,13 @@ _GROUP = re.compile(rf"({FONT})([^{{}}]*)\}}")
 # Between spaces: `\text{A5}` and `\text{3F}` are names.
 _NUMBER_IN_GROUP = re.compile(r"(?<!\S)[-+]?\d[\d.,:/]*(?!\S)")
 _AND = re.compile(rf",?\s*{FONT}\s*,?\s*(?:and|or)\s*\}}")
+# Behind an equals sign, at the end of a text.
+_THOUSANDS = re.compile(r"(?<==)\s*\d{1,3}(?:,\d{3})+\Z")
+_OR = re.compile(r"\\(?:lor|vee)(?![A-Za-z])")
+_MIXED_PERCENT = re.compile(
+    r"(?<![\d.,^_])(\d{1,9})\s*\\[dt]?frac\s*(?:\{\s*(\d{1,9})\s*\}\s*\{\s*(\d{1,9})\s*\}|(\d)(\d))\s*\\?%"
+)
+_APPROX = re.compile(r"≈|\\approx(?![A-Za-z])")
 _CASES = re.compile(r"\\begin\{cases\}([^&]*?)\\end\{cases\}")
 _EQUATION = re.compile(r"[^=<>]*=[^=<>]*")
 _CHOICE = re.compile(
@@ -62,6 +69,18 @@ def _as_fraction(match: re.Match[str]) -> str:
     whole, once, period = match[1], match[2], match[3] or match[4]
     numerator = int(whole + once + period) - int((whole + once) or "0")
     return rf"\frac{{{numerator}}}{{{(10 ** len(period) - 1) * 10 ** len(once)}}}"
+
+
+def _mixed_percent(match: re.Match[str]) -> str:
+    r"""Returns a mixed number of percent as a fraction: 100/300 for `33\frac13\%`."""
+    whole, over, under = int(match[1]), int(match[2] or match[4]), int(match[3] or match[5])
+    return rf"\frac{{{whole * under + over}}}{{{100 * under}}}"
+
+
+def _alternatives(text: str) -> str:
+    r"""Returns equations between `\lor` as a list."""
+    parts = _OR.split(text)
+    return ", ".join(parts) if all("=" in part for part in parts) else text
 
 
 def _base_in_digits(match: re.Match[str]) -> str:
@@ -103,19 +122,21 @@ def normalized(text: str) -> str:
     - White space, the backslash of a control space, a tie and a full stop are removed at the end: `185\ ` is 185, `5~`
       and `5.` are 5. An ellipsis and the empty delimiter `\right.` stay. `\approx` is removed at the beginning.
     - A word used as an index is a name in any font: `V_{\min }` and `V_{\text{min}}` are `V_{min}`.
-    - Digits in groups of three are one number: `12\,345` and `12 345` are 12345.
+    - Digits in groups of three are one number: `12\,345`, `12 345` and `= 12,345` are 12345.
     - `3e5` is 3 * 10^5, `90°` is `90^\circ`, `0.1\overline{6}` is 15/90, `\mathrm{e}` is e, and a tie is a space.
     - `\text{12 apples}` is 12, `5^{\text{th}}` and `€5` are 5, `2516_{\text{eight}}` is `2516_{8}`.
     - A function of an angle in degrees gets it in radians: `\cos 60^\circ` is 1/2.
-    - A system of equations in `cases` is a list of them, and so is `6, 8\text{, and }10`.
+    - A system of equations in `cases` is a list of them, and so are `x=1 \lor x=2` and `6, 8\text{, and }10`.
+    - `33\frac13\%` is 100/300.
     - The empty set has one name, `\emptyset`.
     - A letter with an index is a variable: `E_{1}` has nothing to do with Euler's number, nor `I_{0}` with the
       imaginary unit. Math-Verify drops such indices, or stops at the letter: `\frac{2}{3} E_{1}` is 2/3 to it.
     """
-    text = _BEGINNING.sub("", ENDING.sub("", text.strip()))
+    text = _MIXED_PERCENT.sub(_mixed_percent, _alternatives(_BEGINNING.sub("", ENDING.sub("", text.strip()))))
     text = _CURRENCY.sub("", _ORDINAL.sub("", _AND.sub(", ", unwrapped(text))))
     text = _BASE_IN_WORDS.sub(_base_in_digits, _CASES.sub(_listed, text))
-    text = _DIGIT_GROUPS.sub(lambda match: re.sub(r"\D", "", match.group()), text)
+    for groups in (_DIGIT_GROUPS, _THOUSANDS):
+        text = groups.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     text = _REPEATING.sub(_as_fraction, _UPRIGHT_CONSTANT.sub(_slanted, text.replace("~", r"\ ")))
     text = re.sub(r"\\varnothing(?![A-Za-z])", r"\\emptyset", re.sub(r"\\not\s*=", r"\\neq ", text))
     text = _SCIENTIFIC.sub(r"\1\3 \\times 10^{\2\4}", _DEGREES.sub(r"^{\\circ}", text))
@@ -138,6 +159,7 @@ def readings(text: str, other: str) -> list[str]:
     - The value behind the letter of a choice that begins it, if `other` has no other letter; and the letter, if `other`
       is one.
     - A percentage from 1 % on without its sign, if `other` has none.
+    - What follows the only `\approx`, if `other` has none.
     """
     text, letter = text.strip(), _CHOICE.match(other.strip())
     label, found = _CHOICE.match(text), [text]
@@ -152,4 +174,7 @@ def readings(text: str, other: str) -> list[str]:
         found.append(f"{plus}, {minus}")
     if _FROM_ONE_PERCENT.fullmatch(text) and not _PERCENT.search(other):
         found.append(without_percent(text))
+    sides = _APPROX.split(text)
+    if len(sides) == 2 and not _APPROX.search(other):
+        found.append(sides[1])
     return found
