@@ -74,9 +74,9 @@ RUNS["proportional"] = RUNS["exact"] | {
     "learning.prompts_per_update": 32,
     "learning.kl_coefficient": 0.01,
 }
-# Samples and estimates of "value" and "ngu" resume in the same way; test_updates.py has batches that grow. The state of
+# Samples and estimates of "value" and "ngu" resume in the same way, test_updates.py has batches that grow; the state of
 # `Proportional` is in test_selection.py, and a selection that resumes with a run in test_rivals.py.
-SLOW = ("ema", "positive", "dapo", "exact", "proportional", "ngu without a limit")
+SLOW = ("ema", "positive", "dapo", "proportional", "ngu without a limit")
 
 
 def start(workdir, overrides):
