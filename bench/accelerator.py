@@ -153,7 +153,7 @@ def pages(architecture: Architecture, options: flags.FlagValues) -> dict[str, An
         stored = [quantized_pages(pool) if is_int8 else pool.astype(dtype) for pool in padded]
         attend = functools.partial(
             paged_attention, lengths=jnp.asarray(lengths), table=jnp.asarray(table), backend=backend, mesh=mesh,
-            reach=None if reach is None else jnp.int32(reach),
+            layer=transformer.LayerPlace(0, reach or 0, None if reach is None else jnp.bool_(True)),
         )  # fmt: skip
 
         def layers(query, *stored):
