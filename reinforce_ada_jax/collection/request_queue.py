@@ -51,11 +51,11 @@ class CollectionQueue:
         self._waiting: list[tuple[int, int, bool, int, Request]] = []
         self._waiting_prefetch: list[tuple[int, int, bool, int, Request]] = []
         self._order = itertools.count()
-        # Requests by prompt id and draw, in the order in which they were taken; those that follow others by their ids.
-        self._in_flight: dict[tuple[str, int], Request] = {}
-        self._following: dict[str, Request] = {}
+        self._in_flight: dict[tuple[str, int], None] = {}  # addresses, in the order in which they were taken
+        self._following: dict[str, Request] = {}  # those of responses that go on, by the id of the sampler's prompt
         self._newly_closed: list[str] = []
         self.num_responses = 0  # received so far
+        self.is_cut = False
         self._begin(prompts)
 
     def _begin(self, prompts: Sequence[PromptRollouts]) -> None:
@@ -80,8 +80,7 @@ class CollectionQueue:
         return self._take(self._waiting, limit)
 
     def take_prefetch(self, limit: int) -> list[Request]:
-        is_open = any(rollouts.phase is not Phase.CLOSED and not rollouts.prefetch for rollouts in self.prompts)
-        return self._take(self._waiting_prefetch, limit) if is_open else []
+        return [] if self.is_complete() and not self.is_cut else self._take(self._waiting_prefetch, limit)
 
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
         if not self._speculative:
@@ -93,7 +92,7 @@ class CollectionQueue:
         return self._started([heapq.heappop(waiting)[-1] for _ in range(min(limit, len(waiting)))])
 
     def _started(self, requests: list[Request]) -> list[Request]:
-        self._in_flight |= {(request.prompt.id, request.draw): request for request in requests}
+        self._in_flight |= {(request.prompt.id, request.draw): None for request in requests}
         taken = [following(request) for request in requests]
         self._following |= {new.prompt.id: old for old, new in zip(requests, taken, strict=True) if old.begun}
         return taken

@@ -121,11 +121,6 @@ class Engine:
                 f"sampling.weight_dtype is 'int8', and the experts of {architecture.family} can't be decoded in it: "
                 "set it to 'model'. sampling.kv_dtype may be 'int8'."
             )
-        if options.continues and mesh.is_multi_process:
-            raise ValueError(
-                "collection.overlap is 'in_flight', and the run has several processes, whose collections do not end in "
-                "the same window: set it to 'finish'."
-            )
         rounds = rounded.applies(options.dtype, mesh.devices.flat[0].platform)
         is_plain = options.weight_dtype == "model" and options.adapters is None
         options = dataclasses.replace(options, rounds=rounds, apart=options.apart and is_plain)

@@ -193,6 +193,10 @@ class _Session:
         # Of all windows; where other processes decode too, of the last window.
         self.decode_steps = np.zeros(self.engine.replicas, np.int64)
         self.outcome = _WORKING  # of the votes on the last window that was read
+        self._cuts = False
+        if self.engine.options.continues and isinstance(queue, CuttableQueue):
+            self._cuts = queue.is_cut = True
+        self.voted_before_cut: WindowOutputs | None = None  # submitted when all cut
         self.read_at = time.monotonic()
 
     def run(self) -> Generator[list[Response]]:
@@ -212,9 +216,7 @@ class _Session:
                     break
                 previous = submitted
         except GeneratorExit:  # broken off
-            if self.engine.options.continues and isinstance(self.queue, CuttableQueue):
-                for scheduler in self.schedulers:
-                    self.queue.keep(scheduler.begun(self.terms.policy_version))
+            self._keep_begun()
             raise
         self._finish()
 
@@ -222,7 +224,8 @@ class _Session:
         """Does what `run` does where other processes decode too: all launch the same windows in the same order.
 
         Each process launches a window in every pass, even without requests, and votes on what follows. The outcome is
-        in the window's outputs, the same in all processes; the next window is already submitted by then.
+        in the window's outputs, the same in all processes; the next window is already submitted by then. Where what
+        runs can go on later, all cut it in the pass in which the last process has nothing more to do, and vote again.
 
         Raises:
           Interrupted: another process was broken off.
@@ -231,30 +234,52 @@ class _Session:
         vote, previous, submitted = _WORKING, None, None
         try:
             while True:
-                if vote == _WORKING:
-                    self._take_requests()
-                    if not (self._busy or self._awaits_verdicts() or self._make_room()):
-                        self._close_all()
-                        vote = _FINISHED
+                vote = self._next_vote(vote)
                 submitted = self._submit_window(previous, vote)
                 if previous is not None:
-                    responses, outcome = self._read_window(previous), self.outcome
-                    if outcome == _STOPPED:
+                    responses = self._read_window(previous)
+                    if self.outcome == _STOPPED:
                         raise Interrupted
-                    if outcome == _FINISHED:
+                    if self._all_cut(submitted):
+                        self._cut()
+                    elif self.outcome == _FINISHED:
                         break
                     yield responses
                 previous = submitted
         except (GeneratorExit, Interrupted):  # also of a queue that waits for verdicts
+            self._keep_begun()
             # The others are at work, and stop with this process, in the same pass.
             while submitted is not None and self.outcome == _WORKING:
                 previous, submitted = submitted, self._submit_window(submitted, _STOPPED)
                 self._read_window(previous)
+                self._all_cut(submitted)
             raise
         finally:
             # The next program of all processes begins when the last window has ended in all of them.
             jax.block_until_ready(submitted)
         self._return_state()
+
+    def _all_cut(self, submitted: WindowOutputs) -> bool:
+        """Returns True once: where all have nothing more to do, and cut now what runs; `submitted` has older votes."""
+        if self.outcome != _FINISHED or not self._cuts or self.voted_before_cut is not None:
+            return False
+        self.outcome, self.voted_before_cut = _WORKING, submitted
+        return True
+
+    def _next_vote(self, vote: int) -> int:
+        """Takes requests while there may be some; returns the vote of the next window."""
+        if self.voted_before_cut is None:
+            if vote == _FINISHED and not self._cuts:
+                return vote
+            self._take_requests()  # after its own those of later iterations, while other processes are at work
+            if self._may_cut():
+                return _FINISHED
+            if self._busy or self._awaits_verdicts() or self._make_room():
+                return _WORKING
+        elif self._busy:
+            return _WORKING
+        self._close_all()
+        return _FINISHED
 
     def _take_state(self) -> None:
         """Takes the decode state; a session that is broken off while slots decode does not return it."""
@@ -310,13 +335,19 @@ class _Session:
 
     def _may_cut(self) -> bool:
         """Returns True if what still runs can go on in the next collection."""
-        return self.engine.options.continues and isinstance(self.queue, CuttableQueue) and self.queue.is_complete()
+        return isinstance(self.queue, CuttableQueue) and self._cuts and self.queue.is_complete()
 
     def _cut(self) -> None:
         """Ends all responses with their next token, and gives back the requests that have not started."""
         assert isinstance(self.queue, CuttableQueue)
         for scheduler in self.schedulers:
             self.queue.give_back(scheduler.cancel_all())
+
+    def _keep_begun(self) -> None:
+        """Gives the queue the tokens so far of what runs, if it can go on later."""
+        if isinstance(self.queue, CuttableQueue) and self._cuts:
+            for scheduler in self.schedulers:
+                self.queue.keep(scheduler.begun(self.terms.policy_version))
 
     def _add(self, requests: Sequence[Request]) -> None:
         """Gives each request to the replica with its prompt or last turn; else to the one with the least to do."""
@@ -369,6 +400,8 @@ class _Session:
             self.counts.accepted += accepted
             self.counts.redone += int(counts.redone)
         self._count_steps(of_replicas)
+        if window is self.voted_before_cut and self.outcome == _FINISHED:
+            self.outcome = _WORKING
         return [
             response
             for scheduler, outputs in zip(self.schedulers, of_replicas, strict=True)

@@ -15,7 +15,7 @@ from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
-from reinforce_ada_jax.types import Pool, Prompt, Verdict
+from reinforce_ada_jax.types import Pool, Prefetch, Prompt, Verdict
 from tests.sampling import tiny
 from tests.sampling.page_engine import PageEngine
 
@@ -135,6 +135,50 @@ def test_steps_spent_on_waiting_are_counted():
     assert idle.steps == working.steps == idle.waited_steps > 0
     assert working.waited_steps == 0 and idle.tokens == 0
     assert idle.slot_utilisation == 0 < working.slot_utilisation
+
+
+# ---- responses that go on in the next collection ---------------------------------------------------------------------
+
+CONTINUES = dataclasses.replace(OPTIONS, continues=True, window=2, open_prompts=8, pages=120)
+FIXED = strategies.fixed(4)
+
+
+def in_flight(host, rollouts, sizes, on_progress=None):
+    """Two collections: the first begins responses of the second. Their samples, and what was cut in between."""
+    now, then = make_prompts(host, sizes[host]), make_prompts(10 + host, 14)
+    prefetch, found = Prefetch(then), []
+    for stream, prompts in ((0, now), (2, then)):
+        carried = CarriedRollouts(dict(prefetch.partial)) if stream else CarriedRollouts(prefetch=prefetch)
+        sample_fn = rollouts.sampler(None, stream=stream, prefetch_stream=stream + 2, sampling=SamplingParams(12))
+        found.append(samples(collect(prompts, sample_fn, verify, FIXED, carried=carried, on_progress=on_progress)))
+    return found, [response for partial in prefetch.partial.values() for response in partial.begun]
+
+
+def test_all_cut_in_the_same_window_and_draw_what_they_would_alone():
+    sizes = (0, 1, 9)
+    results, votes = run(3, lambda host, rollouts: in_flight(host, rollouts, sizes), CONTINUES)
+    alone = dataclasses.replace(CONTINUES, continues=False)
+    for host, (found, begun) in enumerate(results):
+        expected, nothing = in_flight(host, Rollouts(PageEngine(alone)), sizes)
+        assert found == expected and begun and not nothing
+    assert len({len(of_host) for of_host in votes}) == 1
+
+
+@pytest.mark.parametrize("drawn", [8, 19, 28, 31, 34, 37])
+def test_one_that_is_broken_off_before_or_after_the_cut_stops_all(drawn):
+    def program(host, rollouts):
+        def on_progress(_, responses):
+            if host == 1 and responses >= drawn:
+                raise OSError
+
+        return in_flight(host, rollouts, (3, 6, 5), on_progress)
+
+    errors, votes = run(3, program, CONTINUES)
+    assert [type(error) for error in errors if isinstance(error, Exception)] in (
+        [Interrupted, OSError, Interrupted],
+        [],
+    )
+    assert len({len(of_host) for of_host in votes}) == 1
 
 
 # ---- trajectories ----------------------------------------------------------------------------------------------------
