@@ -92,7 +92,7 @@ def test_implementations_of_attention_are_compared(monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_runs_all_parts():
-    found = command_line.measured(accelerator.run, parsed("--shape=16x1", *FLAGS))
+    found = command_line.measured(accelerator.run, parsed("--shape=16x1", *FLAGS), auto_dtype="bfloat16")
     assert found["ceilings"]["platform"] == "cpu" and found["sizes"]["dtype"] == "bfloat16"
     assert found["prefill"]["tokens"] == 3 * 5  # the last token of a prompt starts its response
     assert found["decode"]["tokens"] == 3 * 5 and found["decode"]["steps"] >= 8
