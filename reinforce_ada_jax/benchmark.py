@@ -54,12 +54,16 @@ def seconds_until(sign: str, command: Sequence[str], environment: Mapping[str, s
     begin, seconds, said = time.monotonic(), None, []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None  # a pipe
-        for line in process.stdout:
-            said.append(line)
-            if seconds is None and line.startswith(sign):
-                seconds = time.monotonic() - begin
-                if sign == "ready":
-                    process.terminate()
+        try:
+            for line in process.stdout:
+                said.append(line)
+                if seconds is None and line.startswith(sign):
+                    seconds = time.monotonic() - begin
+                    if sign == "ready":
+                        process.terminate()
+        except KeyboardInterrupt:  # its folder is removed next
+            process.kill()
+            raise
     if seconds is None or (process.returncode and sign != "ready"):
         text = f"{' '.join(command[1:])!r} ended with exit code {process.returncode}"
         raise RuntimeError(f"{text}{'' if seconds else f' before {sign!r}'}: {''.join(said[-5:])}")

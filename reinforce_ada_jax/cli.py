@@ -41,6 +41,9 @@ _FOR_GOOD = frozenset({
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
 
+# Flags that are paths: empty, of a variable that is not set for example, they would choose a default.
+PATHS = {"benchmarks", "histogram", "initial", "input", "model", "output", "workdir"}
+
 # Flags by the heading of `--help` that they stand under; all others are left out. Empty: all flags under one heading.
 Groups = Mapping[str, Collection[str]]
 
@@ -198,17 +201,21 @@ def interruptible(saved: str) -> Iterator[None]:
         fail(f"interrupted. {saved}; the same command again goes on from there.", INTERRUPTED)
 
 
-def _flags_text(groups: Groups) -> str:
-    """Returns the flags of the command with their defaults, by groups, those of libraries left out."""
+def _own_flags() -> dict[str, flags.Flag]:
+    """Returns the flags of the command by name, those of libraries left out."""
     package = sys.modules["__main__"].__package__ or "reinforce_ada_jax"
     ours = ("reinforce_ada_jax", package.partition(".")[0], sys.argv[0])
-    found = {
+    return {
         flag.name: flag
         for module, members in flags.FLAGS.flags_by_module_dict().items()
         for flag in members
         if module.startswith(ours) or flag.name == "config"
     }
-    lines = []
+
+
+def _flags_text(groups: Groups) -> str:
+    """Returns the flags of the command with their defaults, by groups."""
+    found, lines = _own_flags(), []
     for heading, names in (groups or {"Flags": found}).items():
         lines.append(f"\n{heading}:")
         for name in sorted(found.keys() & names):
@@ -254,14 +261,15 @@ def _wrong_type(message: str) -> str:
     name, value, problem = found.groups()
     expected = {"string to float": "a number", "literal for int": "a whole number"}.get(problem, "True or False")
     default = flags.FLAGS[name].default if name in flags.FLAGS else None
-    example = "" if default is None else f", such as {default}"
+    example = " (None, its default: leave the flag out)" if value.lower() == "none" else ""
+    example = example if default is None else f", such as {default}"
     section = re.fullmatch(r"config\.(\w+)\.\w+", name)
     described = f" --help={section[1]} describes it." if section else ""
     return f"--{name} is {value!r}; it must be {expected}{example}.{described}"
 
 
 def _check_paths() -> None:
-    for name in {"workdir", "output", "input"} & {*flags.FLAGS}:
+    for name in PATHS & {*flags.FLAGS}:
         if flags.FLAGS[name].present and not flags.FLAGS[name].value:
             fail(f"--{name} is empty: give it a path.")
 
@@ -289,8 +297,11 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
     except flags.Error as error:
         # Where a config file fails, ml_collections puts the whole stack trace in between.
         lines = str(error).strip().splitlines()
-        remedy = " --help describes the flags." * lines[0].startswith("Unknown command line flag")
-        fail(_wrong_type(lines[-1]) or " ".join(dict.fromkeys((lines[0], lines[-1]))) + remedy)
+        if isinstance(error, flags.UnrecognizedFlagError):  # absl proposes flags of libraries
+            near = difflib.get_close_matches(error.flagname, _own_flags(), 1)
+            proposal = f": did you mean {near[0]!r}?" if near else "."
+            fail(f"Unknown command line flag {error.flagname!r}{proposal} --help describes the flags.")
+        fail(_wrong_type(lines[-1]) or " ".join(dict.fromkeys((lines[0], lines[-1]))))
     except _WrongConfigError as error:
         fail(error.args[0])
     finally:

@@ -109,7 +109,8 @@ def main(config: Config, options: Options) -> None:
             else:
                 evaluation = stored_evaluation.evaluate(config, source, written, before, dry_run=options.dry_run)
         if evaluation is not None:
-            _write(evaluation, run, model)
+            with cli.user_input():
+                _write(evaluation, run, model)
         processes.any_of(False)  # until process 0 has written everything
 
 
@@ -120,7 +121,7 @@ def _write(evaluation: "StoredEvaluation", run: pathlib.Path | None, model: str 
     results, table = results_table.summarize(evaluation, run)
     print(table)
     tables = evaluation.output / "table.md"
-    before = tables.read_text("utf-8") if tables.exists() else ""
+    before = tables.read_text("utf-8", errors="replace") if tables.exists() else ""
     write_atomically(tables, results_table.with_section(before, ", ".join(results), table))
     if run is None:
         file, about = evaluation.output / "results.json", {"model": model}

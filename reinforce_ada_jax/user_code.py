@@ -82,6 +82,10 @@ def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
     """Raises an error of a user's file as a ValueError of one line, which begins with `setting` and names its line."""
     try:
         yield
+    except KeyboardInterrupt as stop:
+        if frames := _frames(stop, path):  # where it hung
+            print(f"note: {path} was running, line {frames[-1].lineno}", file=sys.stderr)
+        raise
     except (Exception, SystemExit) as raised:
         error, frames = raised, _frames(raised, path)
         while not frames and (inner := error.__cause__ or error.__context__) is not None:

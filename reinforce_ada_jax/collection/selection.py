@@ -325,6 +325,8 @@ def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_b
     if not isinstance(selection, Selection):
         raise ValueError(f"{setting}, which made {selection!r}; it must have choose, observe, to_json and load_json.")
     with user_code.failures(pathlib.Path(config.selection.rpartition(":")[0]), setting):
-        choose(selection, config.prompts_per_iteration, seed, 1)
+        choice = choose(selection, config.prompts_per_iteration, seed, 1)
+        if unknown := {prompt.id for prompt in choice.prompts} - {prompt.id for prompt in prompts}:
+            raise ValueError(f"it chose the prompt {min(unknown)!r}, which is not in the data; copies keep their id.")
         selection.load_json(json.loads(json.dumps(selection.to_json())))
     return selection

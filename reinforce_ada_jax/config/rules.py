@@ -326,7 +326,7 @@ def check_strategy(config: Config, *, max_age: int | None, estimates: bool) -> N
 
 
 def staleness_fits(config: Config) -> None:
-    """An overlap has max_staleness above 0; with mesh.sampler it is at most 1."""
+    """An overlap has max_staleness above 0; with mesh.sampler, and without an overlap, it is at most 1."""
     collection, sampler = config.collection, config.mesh.sampler
     if collection.overlap != "none" and not collection.max_staleness:
         raise ValueError(
@@ -337,6 +337,11 @@ def staleness_fits(config: Config) -> None:
         raise ValueError(
             f"mesh.sampler is {sampler} and collection.max_staleness {collection.max_staleness}: the sampler's "
             "devices draw one iteration ahead. Set max_staleness to 1 or 0."
+        )
+    if collection.overlap == "none" and collection.max_staleness > 1:
+        raise ValueError(
+            f"collection.max_staleness is {collection.max_staleness} and collection.overlap 'none': no prompt would "
+            "start before its iteration. Set overlap to 'finish' or 'in_flight', or max_staleness to 1."
         )
 
 

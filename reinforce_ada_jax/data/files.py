@@ -128,6 +128,8 @@ def read_file(file: str | pathlib.Path, columns: Columns = BY_RULES) -> list[Pro
       ValueError: there is no such file, or a line is no problem; the message names the line.
     """
     file = pathlib.Path(file)
+    if file.exists() and not file.is_file():  # also <(zcat FILE.gz) of a shell
+        raise ValueError(f"{file} is a pipe or a device, which can't be read twice: write the rows to a file.")
     if not file.is_file():
         several = " Several are written as \"('a.jsonl', 'b.jsonl')\"." if "," in str(file) else ""
         raise ValueError(

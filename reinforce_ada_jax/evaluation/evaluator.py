@@ -15,7 +15,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.evaluation import fixed_draws
 from reinforce_ada_jax.evaluation.response_store import hash_of_problems
 from reinforce_ada_jax.evaluation.scores import Statistics, by_difficulty, difficulty_statistics, statistics
-from reinforce_ada_jax.files.durable import write_atomically
+from reinforce_ada_jax.files.durable import read_object, write_atomically
 from reinforce_ada_jax.reporting.history import PROBLEMS
 from reinforce_ada_jax.reporting.writers import Metrics
 from reinforce_ada_jax.rewards.shaping import Shaping
@@ -37,7 +37,8 @@ def by_name(sources: Sequence[str]) -> dict[str, str]:
     for source in sources:
         name = benchmark_name(source)
         if name in named:
-            raise ValueError(f"two benchmarks are called {name!r}: rename one of the files.")
+            remedy = "name it once" if source == named[name] else "rename one of the files"
+            raise ValueError(f"two benchmarks are called {name!r}: {remedy}.")
         named[name] = source
     return named
 
@@ -97,7 +98,7 @@ def hashes(problems: Mapping[str, str]) -> dict[str, str]:
 def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float | str]) -> None:
     """Writes metrics into a file that begins with `about`; those of other benchmarks stay in it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(file.read_text()) if file.exists() else about
+    before = read_object(file, "Remove it, then run the same command.") if file.exists() else about
     now = {key.split("/")[1] for key in metrics}
     others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
     write_atomically(file, json.dumps({**others, **metrics}, indent=2) + "\n")

@@ -67,6 +67,14 @@ class Band:
                 "first below the second: problems with a pass rate above the first and at most the second are kept."
             )
 
+    def check(self, samples: int) -> None:
+        """Raises ValueError if no number of correct draws of `samples` has a pass rate in the band."""
+        if not any(number / samples in self for number in range(samples + 1)):
+            raise ValueError(
+                f"--samples is {samples}: pass rates are multiples of 1/{samples}, and none has {self}. No prompt "
+                "could be kept. Raise --samples, or widen --min_pass_rate and --max_pass_rate."
+            )
+
     def __contains__(self, pass_rate: float) -> bool:
         return self.least < pass_rate <= self.most
 
@@ -352,6 +360,7 @@ def prepare(
     with cli.user_input():
         band = Band(*pass_rates)
         values.MANY.check("--samples", samples)
+        band.check(samples)
         files.check(source)
         changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": (), "lora.rank": 0}
         config = components_lib.for_devices(config_lib.check(config_lib.replaced(config, changes)))

@@ -26,7 +26,7 @@ from reinforce_ada_jax.config.resume import shortened
 from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files import buckets
-from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_records, write_atomically
+from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_object, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards import code_tests
 from reinforce_ada_jax.rewards.loading import files_hash, judge_template
@@ -132,11 +132,18 @@ def wanted_by_writer(prompts: Iterable[Prompt], wanted: Iterable[Prompt]) -> lis
 
 
 def read_header(file: pathlib.Path) -> Header:
-    """Returns the header of an existing store; ValueError if there is none."""
+    """Returns the header of an existing store; ValueError if there is none, or it is no header."""
     header = file.with_suffix(HEADER)
+    if file.exists() and not header.exists():
+        lacking = buckets.origin(header)
+        raise ValueError(f"{lacking} is missing, which says what {file.name} holds: remove or rename it.")
     if not header.exists():
         raise ValueError(f"there are no stored responses {buckets.origin(file)}: evaluate without --regrade first.")
-    return json.loads(header.read_text("utf-8"))
+    remedy = f"It says what {file.name} holds: restore it, or remove both."
+    found = read_object(header, remedy)
+    if not all(isinstance(found.get(part), dict) for part in ("drawn", "graded")):
+        raise ValueError(f"{buckets.origin(header)} has no objects drawn and graded. {remedy}")
+    return found
 
 
 def _parsed(row: Any) -> tuple[dict[str, Any], GradedResponse]:
@@ -175,10 +182,7 @@ class ResponseStore:
         self._header_file = file.with_suffix(HEADER)
         self._by_draw: dict[str, dict[int, GradedResponse]] = collections.defaultdict(dict)
         if self._size():
-            if not self._header_file.exists():
-                lacking = buckets.origin(self._header_file)
-                raise ValueError(f"{lacking} is missing, which says what {file.name} holds: remove or rename it.")
-            self._check(json.loads(self._header_file.read_text("utf-8")), regrade)
+            self._check(read_header(file), regrade)
         pattern = f"{glob.escape(file.stem)}{PART}*{file.suffix}"
         self._parts = [ResponseStore(part, header, regrade=regrade) for part in sorted(file.parent.glob(pattern))]
         self._read()

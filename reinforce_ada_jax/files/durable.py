@@ -57,6 +57,17 @@ def finished_lines(file: pathlib.Path) -> Iterator[bytes]:
             yield from (line for line in stream if line.endswith(b"\n"))
 
 
+def read_object(file: pathlib.Path, remedy: str) -> dict[str, Any]:
+    """Returns the object in a JSON file; raises ValueError for other content, with `remedy` in its message."""
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{buckets.origin(file)} is not JSON ({error}). {remedy}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{buckets.origin(file)} is of the type {type(value).__name__}, not an object. {remedy}")
+    return value
+
+
 def read_records(file: pathlib.Path, parse: Callable[[Any], T], kind: str, remedy: str) -> Iterator[T]:
     """Yields `parse` of the JSON value of each finished line; nothing if there is no file.
 

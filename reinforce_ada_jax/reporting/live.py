@@ -142,7 +142,8 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=4 * MOST_CONNECTIONS)
     except (OSError, OverflowError) as error:
-        raise ValueError(f"the page can't listen on {host}, port {port} ({error}): name another port.") from error
+        other = "host" if isinstance(error, socket.gaierror) else "port"
+        raise ValueError(f"the page can't listen on {host}, port {port} ({error}): name another {other}.") from error
 
 
 def address_of(listener: socket.socket) -> str:

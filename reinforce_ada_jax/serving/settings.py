@@ -105,6 +105,12 @@ class ServerSettings:
         values.check_values(self, "--")
         if self.api != "openai" and (self.replicas, self.tensor) != (1, 1):
             raise ValueError(f"--api={self.api} runs on one device: --replicas and --tensor are for --api=openai.")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for heading, names in INTERFACES.items():
+            changed = [name for name in names if getattr(self, name) != defaults[name]]
+            if changed and f"--api={self.api}" not in heading:
+                of = heading.removeprefix("Flags of ")
+                raise ValueError(f"--{changed[0]} is a flag of {of}, and --api is {self.api!r}: leave it out.")
         if self.greedy and self.temperature not in (0, 1):
             raise ValueError(
                 f"--greedy takes the most probable token, and --temperature={self.temperature} draws: drop one of them."

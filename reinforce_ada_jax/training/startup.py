@@ -42,7 +42,14 @@ from reinforce_ada_jax.training.reward_check import check_reward, output_file
 from reinforce_ada_jax.training.run import Evaluator, Run
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record
 from reinforce_ada_jax.training.updates import update_programs
-from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config, write_started
+from reinforce_ada_jax.training.workdir import (
+    WorkdirLock,
+    check_contents,
+    check_not_evaluation,
+    run_id,
+    write_config,
+    write_started,
+)  # fmt: skip
 from reinforce_ada_jax.types import Prompt
 
 if TYPE_CHECKING:
@@ -90,6 +97,7 @@ def read_inputs(
     config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
+    check_contents(workdir)
     folder = components_lib.model_folder(config.model.path)
     components = components_lib.build(config, folder, strategy)
     if not holds_checkpoint(workdir):

@@ -27,6 +27,9 @@ from reinforce_ada_jax.reporting.history import STARTED
 from reinforce_ada_jax.training import records
 
 FILE = "training.lock"
+# What a run appends to or makes during its work. An error there would come after the first update.
+FOLDERS = ("checkpoints", "evaluations", "logs", "samples", "tensorboard", "unfinished")
+FILES = ("metrics.jsonl", "saves.jsonl")
 
 
 class WorkdirLock:
@@ -96,6 +99,17 @@ def check_not_evaluation(workdir: pathlib.Path) -> None:
             f"{buckets.origin(workdir)} holds the responses of an evaluation ({stored.name}), and no run: name another "
             "--workdir."
         )
+
+
+def check_contents(workdir: pathlib.Path) -> None:
+    """Raises ValueError if a file is where a run keeps a folder, or a folder where it keeps a file."""
+    for name in (*FOLDERS, *FILES):
+        path = workdir / name
+        if path.exists() and path.is_dir() != (name in FOLDERS):
+            found, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+            raise ValueError(
+                f"{path} is a {found}, and a run keeps a {wanted} there: move it, or name another --workdir."
+            )
 
 
 def run_id(workdir: pathlib.Path) -> str:

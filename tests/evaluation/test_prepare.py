@@ -106,11 +106,11 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     assert chosen == expected and len(stored) == 4 * 48
     assert read_histogram(output)[0].tolist() == [0.25] * len(expected)
 
-    # Another band needs no draws; one in which nothing lies says so and leaves the files as they are.
+    # Another band needs no draws; one in which nothing can lie says so and leaves the files as they are.
     monkeypatch.setattr(components_lib, "load_params", None)
     before = output.read_bytes()
     nothing = refusal(capsys, source, output, band=(0.26, 0.4))
-    assert "no prompt has 0.26 < pass rate <= 0.4, so nothing is written. Move --min_pass_rate" in nothing
+    assert "pass rates are multiples of 1/4, and none has 0.26 < pass rate <= 0.4. No prompt could be kept" in nothing
     assert output.read_bytes() == before
     run(source, output, band=(0.25, 1.0))
     assert len(load_problems(str(output))) == sum(manifest["histogram"][2:])
@@ -119,7 +119,7 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     assert "seed: 0 -> 1" in refusal(capsys, source, output, seed=1)
 
 
-def test_rewards_that_fail_leave_their_prompts_out(tmp_path):
+def test_rewards_that_fail_leave_their_prompts_out(tmp_path, capsys):
     reward, output = tmp_path / "mine.py", tmp_path / "prompts.jsonl"
     reward.write_text(REWARD)
     source = four_answers(tmp_path / "four.jsonl")
@@ -129,6 +129,10 @@ def test_rewards_that_fail_leave_their_prompts_out(tmp_path):
     manifest = json.loads(output.with_suffix(".manifest.json").read_text())
     assert manifest["counts"]["reference_fails"] == 3 and manifest["histogram"] == [0, 0, 0, 0, 1]
     assert [(problem["answer"], problem["pass_rate"]) for problem in load_problems(str(output))] == [("fine", 1.0)]
+    before = output.read_bytes()
+    nothing = refusal(capsys, source, output, band=(0.0, 0.5), **changes)
+    assert "no prompt has 0 < pass rate <= 0.5, so nothing is written. Move --min_pass_rate" in nothing
+    assert output.read_bytes() == before
     rows = [json.loads(line) for line in (tmp_path / "prompts.draws" / "references.jsonl").read_text().splitlines()]
     assert [row["reason"] for row in rows] == ["", "error", "error", "timeout"]
 
