@@ -6,45 +6,18 @@ Nothing of this package can be imported here, except what `code` puts in place o
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import socket
 import sys
-import time
 import types
 
 from reinforce_ada_jax.rewards.code_script import run
 from reinforce_ada_jax.rewards.code_wire import PLAIN, SUPPORTED, WORD_OF, decode, encode, error_from
 
 CHANNEL_CLOSED = 3  # exit code, as in isolation/sandbox.py
-MAX_ITEMS = 100_000  # of an iterable that stays with the program
 MAX_PRINTED = 2**20  # bytes of one call that the test gets
-
-
-def take(value):
-    """Returns the items of an iterable as a list; ValueError if there are more than MAX_ITEMS."""
-    items = []
-    for item in value:
-        if len(items) == MAX_ITEMS:
-            raise ValueError("too many items")
-        items.append(item)
-    return items
-
-
-def next_items(target, count):
-    """Returns up to `count` items of an iterator, the exception that ended it or None, and whether it has ended.
-
-    Items that take long come one by one: the test may need no more of them.
-    """
-    items, deadline = [], time.perf_counter() + 0.001
-    try:
-        for item in target:
-            items.append(item)
-            if len(items) == count or time.perf_counter() > deadline:
-                return items, None, False
-    except Exception as error:
-        return items, error, True
-    return items, None, True
 
 
 @functools.cache
@@ -70,9 +43,9 @@ OPERATIONS = {
     "exit": leave,
     "instance": lambda target, other: isinstance(other, target),
     "item": lambda target, key: target[key],
-    "items": lambda target, _: take(target),
+    "iter": lambda target, _: iter(target),
     "length": lambda target, _: len(target),
-    "next": next_items,
+    "next": lambda target, _: list(itertools.islice(target, 1)),
     "repr": lambda target, _: repr(target),
     "set_attribute": lambda target, pair: setattr(target, *pair),
     "set_item": lambda target, pair: target.__setitem__(*pair),

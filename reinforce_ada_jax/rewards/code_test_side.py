@@ -21,6 +21,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import types
 
 from reinforce_ada_jax.rewards.code_names import Names
@@ -47,6 +48,7 @@ class Channel:
         self.lines = connection.makefile("rwb")
         self.found, self.classes = {}, {}
         self.mine = []
+        self.lock = threading.RLock()  # a test may have threads
 
     def keep(self, value):
         """Describes an object for the program; only its own objects, Python's, and functions that it may call."""
@@ -113,11 +115,11 @@ class Channel:
             error.args = (text,)
         return error
 
-    def call_back(self, index, args, kwargs):
+    def call_back(self, request):
         """Calls a function that the test gave, for the program."""
         try:
-            function = self.mine[index]
-            args, kwargs = decode(args, self.find), decode(kwargs, self.find)
+            index, args, kwargs = request
+            function, args, kwargs = self.mine[index], decode(args, self.find), decode(kwargs, self.find)
         except MALFORMED:
             os._exit(CHANNEL_CLOSED)
         if not is_function(function):  # one of Python's, such as eval, which the program has itself
@@ -165,14 +167,11 @@ class Channel:
 
     def ask(self, what, number, argument=None, keywords=None):
         """Returns the program's answer, or raises its exception; `keywords` are those of a call."""
-        self.write([what, number, encode(argument, self.keep), encode(keywords or {}, self.keep)])
-        while "call" in (answer := self.read()):
-            try:
-                index, args, kwargs = answer["call"]
-            except MALFORMED:
-                os._exit(CHANNEL_CLOSED)
-            self.call_back(index, args, kwargs)
-        error, value = self.read_answer(answer, (argument, keywords or {}))
+        with self.lock:
+            self.write([what, number, encode(argument, self.keep), encode(keywords or {}, self.keep)])
+            while "call" in (answer := self.read()):
+                self.call_back(answer["call"])
+            error, value = self.read_answer(answer, (argument, keywords or {}))
         if error is not None:
             raise error
         return value
@@ -252,15 +251,15 @@ def same(value, expected):
 
 def cases(function):
     """Yields the keyword arguments of each call of a test, from the marks of `pytest.mark.parametrize`."""
-    groups = []
-    for mark in getattr(function, "pytestmark", []):
+    groups, case = [], getattr(function, "__self__", None)
+    for mark in (*getattr(function, "pytestmark", []), *getattr(case, "pytestmark", [])):
         if mark.name == "parametrize":
             names, values, *_ = (*mark.args, *mark.kwargs.values())
             names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
             values = [value.values if type(value).__name__ == "ParameterSet" else value if len(names) > 1 else [value]
                       for value in values]  # fmt: skip
             groups.append([dict(zip(names, value, strict=True)) for value in values])
-    code, first = function.__code__, int(hasattr(function, "__self__"))
+    code, first = function.__code__, int(case is not None)
     needed = set(code.co_varnames[first : code.co_argcount - len(function.__defaults__ or ())])
     for chosen in itertools.product(*groups):
         given = {name: value for each in chosen for name, value in each.items()}
@@ -273,11 +272,14 @@ def run_class(kind):
         tests = sys.modules["unittest"].defaultTestLoader.loadTestsFromTestCase(kind)
         assert tests.run(sys.modules["unittest"].TestResult()).wasSuccessful()
     elif kind.__name__.startswith("Test"):
+        getattr(kind, "setup_class", bool)()
         for name in [name for name in dir(kind) if name.startswith("test_")]:
             for given in cases(getattr(kind(), name)):
                 case = kind()
-                getattr(case, "setup_method", bool)()
-                getattr(case, name)(**given)
+                test, set_up = getattr(case, name), getattr(case, "setup_method", None)
+                if set_up is not None:
+                    set_up(*[test][: set_up.__code__.co_argcount - 1])
+                test(**given)
 
 
 def run_test(connection):

@@ -63,6 +63,15 @@ HONEST = {
     "identity": ("a = A()\nassert f(a) is a and f() is Color.RED and {Color.RED: 1}[f()] == 1",
                  "import enum\n\nclass Color(enum.Enum):\n    RED = 1\n\nclass A:\n    pass\n\n"
                  "def f(x=Color.RED):\n    return x"),
+    "slice": ("assert S()[1:3] == 'bc'", "class S:\n    def __getitem__(self, key):\n        return 'abcd'[key]"),
+    "dict_with_methods": ("c = Cache()\nc.put(1, 2)\nassert c.get(1) == 2 and 1 in c and dict(c) == {1: 2}",
+                          "class Cache(OrderedDict):\n    def put(self, key, value):\n        self[key] = value"),
+    "text_of_enum": ("assert f() == Color.RED == 'red'",
+                     "import enum\n\nclass Color(str, enum.Enum):\n    RED = 'red'\n\ndef f():\n    return Color.RED"),
+    "threads": ("import threading\nc = C()\n"
+                "threads = [threading.Thread(target=lambda: [c.add() for _ in range(100)]) for _ in range(3)]\n"
+                "for each in threads:\n    each.start()\nfor each in threads:\n    each.join()\nassert c.n == 300",
+                "class C:\n    n = 0\n    def add(self):\n        self.n += 1"),
     "subclass_of": ("assert issubclass(B, A) and not issubclass(A, B)", "class A:\n    pass\n\nclass B(A):\n    pass"),
     "private_names": ("assert A()._number == 5 and A()._ask == 6", "class A:\n    _number, _ask = 5, 6"),
     "generic": ("s = S[int]()\nassert s.x == 1",
@@ -76,6 +85,11 @@ HONEST = {
     "endless": ("import itertools\nassert list(itertools.islice(f(), 3)) == [0, 1, 2]",
                 "import time\n\ndef f():\n    for x in range(3):\n        time.sleep(0.002)\n        yield x\n"
                 "    time.sleep(100)"),
+    "changes_what_it_yields": ("assert [tuple(x) for x in f()] == [(0,), (1,), (2,)]",
+                               "def f():\n    x = [0]\n    for x[0] in range(3):\n        yield x"),
+    "makes_no_item_too_early": ("c = C()\nfor x in c:\n    if x == 4:\n        break\nassert c.made == 5",
+                                "class C:\n    made = 0\n    def __iter__(self):\n        while True:\n"
+                                "            self.made += 1\n            yield self.made - 1"),
     "error_after_items": ("found = []\ntry:\n    for x in f():\n        found.append(x)\n    assert False\n"
                           "except ValueError:\n    assert found == [0, 1, 2, 3, 4]",
                           "def f():\n    yield from range(5)\n    raise ValueError"),
@@ -128,6 +142,10 @@ HONEST = {
               "    assert f(b) == c and f(a) == a ** 2", SQUARE),
     "cases_of_a_class": ("import pytest\nclass TestF:\n    @pytest.mark.parametrize('a', [(1, 1), (2, 4)])\n"
                          "    def test_f(self, a):\n        assert f(a[0]) == a[1]", SQUARE),
+    "class_with_cases": ("import pytest\n@pytest.mark.parametrize('a', [1, 2])\nclass TestF:\n    @classmethod\n"
+                         "    def setup_class(cls):\n        cls.f = staticmethod(f)\n"
+                         "    def setup_method(self, method):\n        self.b = 2\n"
+                         "    def test_f(self, a):\n        assert self.f(a) * self.b == 2 * a ** 2", SQUARE),
 }  # fmt: skip
 
 UNSUPPORTED = {
@@ -191,6 +209,9 @@ FORGED = {
               "class A:\n    def __index__(self):\n        return 1\n\ndef f(x):\n    return A()"),
     # What decides if an assertion is reached.
     "suppresses": ("with T():\n    assert f(7) == 49", TRANSACTION + "\n\ndef f(x):\n    return 0"),
+    "exit_raises": ("r = f(7)\ntry:\n    with T():\n        assert r == 49\nexcept (ValueError, SystemExit):\n    pass",
+                    "class T:\n    def __enter__(self):\n        pass\n    def __exit__(self, *_):\n"
+                    "        raise ValueError\n\ndef f(x):\n    return 0"),
     "enter_exits": ("with f(7) as x:\n    assert x == 49",
                     "class A:\n    def __enter__(self):\n        raise SystemExit(0)\n    def __exit__(self, *_):\n"
                     "        return True\n\ndef f(x):\n    return A()"),
