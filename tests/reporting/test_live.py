@@ -109,6 +109,15 @@ def test_a_port_that_is_taken_is_an_error(served):
         live.listen(live.LOOPBACK, served[1])
 
 
+def test_a_host_that_has_no_address_is_an_error(monkeypatch):
+    def unknown(*arguments, **options):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ValueError, match="can't listen on nowhere, port 0 .*name another host"):
+        live.listen("nowhere", 0)
+
+
 def test_its_process_ends_with_its_run(tmp_path):
     # A run that is killed can end nothing itself.
     program = (
