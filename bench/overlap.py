@@ -60,11 +60,11 @@ def lengths(sizes: Sizes, iterations: int, rng: np.random.Generator) -> dict[tup
 def simulate(sizes: Sizes, overlap: str, ahead: int) -> Busy:
     """Returns the outcome of `collection.overlap` with `collection.max_staleness` = `ahead`."""
     of_draw = lengths(sizes, sizes.iterations + ahead, np.random.default_rng(0))
-    continues, longest = overlap == "in_flight", sizes.longest * sizes.mean_tokens + 1
+    in_flight, longest = overlap == "in_flight", sizes.longest * sizes.mean_tokens + 1
     options = EngineOptions(
         slots=sizes.slots, window=32, page_size=64, pages=0, prefill_tokens=512, max_prompt_tokens=PROMPT_TOKENS,
-        open_prompts=enough_open_prompts(sizes.slots, sizes.group_size) + sizes.slots * continues,
-        max_response_tokens=longest, stop_ids=(0,), seed=0, dtype="float32", continues=continues,
+        open_prompts=enough_open_prompts(sizes.slots, sizes.group_size) + sizes.slots * in_flight,
+        max_response_tokens=longest, stop_ids=(0,), seed=0, dtype="float32", begun_tokens=(longest - 1) * in_flight,
     )  # fmt: skip
     options = dataclasses.replace(options, pages=enough_pages(options))
     engine = SimulatedEngine(options, Cost(decode_step=STEP_S, prefill=STEP_S), of_draw)

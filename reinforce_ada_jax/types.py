@@ -235,8 +235,14 @@ class PartialRollouts:
     begun: tuple[Response, ...] = ()  # tokens so far of missing responses
 
     def ungraded(self) -> "PartialRollouts":
-        """Returns the rollouts without their verdicts, for another reward to grade: no round is finished."""
-        return dataclasses.replace(self, verdicts=(), rounds=0)
+        """Returns the rollouts without their verdicts, for another reward to grade: no round is finished.
+
+        Of a later round whose draws still run, none is kept: those that have ended are short ones.
+        """
+        responses, sizes, begun = self.responses, self.round_sizes, self.begun
+        if None in responses and len(sizes) > 1:
+            responses, sizes, begun = responses[: -sizes[-1]], sizes[:-1], ()
+        return PartialRollouts(responses, (), 0, sizes, begun)
 
 
 @dataclasses.dataclass(frozen=True)

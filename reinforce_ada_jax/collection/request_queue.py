@@ -85,7 +85,9 @@ class CollectionQueue:
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
         if not self._speculative:
             return []
-        prompts = (self._by_id[prompt_id] for prompt_id in prompt_ids if prompt_id in self._by_id)
+        # A response that goes on has a prompt of its own at the sampler.
+        ids = dict.fromkeys(self._following[each].prompt.id if each in self._following else each for each in prompt_ids)
+        prompts = (self._by_id[prompt_id] for prompt_id in ids if prompt_id in self._by_id)
         return self._started(speculative_requests(prompts, limit, self._strategy.max_draws))
 
     def _take(self, waiting: list[tuple[int, int, bool, int, Request]], limit: int) -> list[Request]:

@@ -40,11 +40,13 @@ def longest_turn(config: Config) -> int:
 def least_pages(config: Config) -> int:
     """Returns the smallest number of pages in which one response always finds room.
 
-    The longest prompt holds its pages. Its draw has its own pages, from the prompt's last, partly filled one on. One
-    page is reserved: idle slots and padding write there.
+    The longest prompt holds its pages; that of a response that goes on (collection.overlap) has all its tokens but one.
+    A draw has its own pages, from the prompt's last, partly filled one on. One page is reserved: idle slots and padding
+    write there.
     """
     prompt, page_size = longest_prompt(config), config.sampling.page_size
-    return math.ceil(prompt / page_size) + math.ceil((prompt + longest_turn(config)) / page_size) + 1
+    begun = config.sampling.max_response_tokens - 1 if config.collection.overlap == "in_flight" else 0
+    return math.ceil((prompt + begun) / page_size) + math.ceil((prompt + longest_turn(config)) / page_size) + 1
 
 
 def model_and_prompts_are_named(config: Config) -> None:

@@ -312,7 +312,8 @@ class SamplingConfig:
     page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.WINDOW)
     pages: int = setting(
         0, "Pages of one replica's cache; 0: as many as slots and open prompts need at their longest. Open are a "
-        "quarter more prompts than slots, half more if samples_per_round is below 4, or all of them with a barrier.",
+        "quarter more prompts than slots, half more if samples_per_round is below 4, or all of them with a barrier; "
+        "with collection.overlap=in_flight as many as slots in addition.",
         values.PAGES, rule="pages_hold_a_response",
     )  # fmt: skip
     attention: str = setting(

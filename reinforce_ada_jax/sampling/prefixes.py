@@ -22,11 +22,15 @@ class Prefixes:
         longest = max(0, len(tokens) - 2)
         if longest < self._page_size:
             return 0, 0
-        same = self._tokens[:, :longest] == tokens[None, :longest]
+        # First the rows with the first page: comparing all tokens of all rows takes milliseconds for long prompts.
+        first = self._tokens[:, : self._page_size] == tokens[None, : self._page_size]
+        rows = np.flatnonzero(first.all(1) & (self._adapter == adapter))
+        if not rows.size:
+            return 0, 0
+        same = self._tokens[rows, :longest] == tokens[None, :longest]
         common = np.where(same.all(1), longest, same.argmin(1))
-        common[self._adapter != adapter] = 0
-        row = int(common.argmax())
-        return row, int(common[row]) // self._page_size
+        best = int(common.argmax())
+        return int(rows[best]), int(common[best]) // self._page_size
 
     def add(self, row: int, tokens: Int[np.ndarray, " T"], adapter: int) -> None:
         """Adds an open prompt, or a parked turn."""

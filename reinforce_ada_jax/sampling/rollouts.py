@@ -194,7 +194,7 @@ class _Session:
         self.decode_steps = np.zeros(self.engine.replicas, np.int64)
         self.outcome = _WORKING  # of the votes on the last window that was read
         self._cuts = False
-        if self.engine.options.continues and isinstance(queue, CuttableQueue):
+        if self.engine.options.begun_tokens and isinstance(queue, CuttableQueue):
             self._cuts = queue.is_cut = True
         self.voted_before_cut: WindowOutputs | None = None  # submitted when all cut
         self.read_at = time.monotonic()
@@ -329,7 +329,7 @@ class _Session:
 
         Those that a window frees are filled ahead only where it costs no time at the end, which cuts what still runs.
         """
-        if self.engine.options.continues and not scheduler.num_unopened:
+        if self._cuts and not scheduler.num_unopened:
             return scheduler.missing_requests
         return scheduler.idle_slots
 

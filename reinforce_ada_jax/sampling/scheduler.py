@@ -120,7 +120,7 @@ class Scheduler:
         """Opens a prompt with this number of requests, if there is room."""
         self.options.check_prompt(len(prompt.tokens))
         opened = self._to_open(prompt)
-        if not self._fits(prompt, opened, requests):
+        if len(self.opened) == self.options.opened_rows or not self._fits(prompt, opened, requests):
             return False
         if opened.row >= 0:
             del self.rows.parked[prompt.id]

@@ -25,6 +25,8 @@ ADDRESS_WORDS = 4
 # Responses that may be in flight for each slot: one decoding, the others waiting or on their way to the host. Several
 # short responses may end in a slot within a window, and an empty queue leaves slots idle.
 ROWS_PER_SLOT = 4
+# Prompts that a window opens where they may end with a response: 32 of 33,000 tokens are 4 MB, and 300 would be 40.
+MOST_LONG_OPENED = 32
 # Texts of earlier responses: 32 MiB at most, unless more prompts are open.
 MOST_DRAFT_TEXTS, MOST_DRAFT_TOKENS = 2**14, 2**23
 
@@ -260,7 +262,7 @@ class EngineOptions:
     kv_dtype: str = "model"  # of the pages: "model", as `dtype` says, or "int8"
     weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
     adapters: Lora | None = None  # decoded beside their base; None: there are none, or they are merged
-    continues: bool = False  # prompts may end with the first tokens of their responses (`Request.begun`)
+    begun_tokens: int = 0  # most tokens of a response at the end of its prompt (`Request.begun`); 0: none goes on
     drafts: int = 0  # most tokens that a step guesses and verifies for a slot (drafts.py)
     draft_rows: int = 0  # rows of a step up to which guesses add to the slots; others only fill rows of idle slots
     row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)
@@ -310,7 +312,12 @@ class EngineOptions:
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt, those of a response that goes on included."""
-        return self.max_prompt_tokens + (self.max_response_tokens - 1 if self.continues else 0)
+        return self.max_prompt_tokens + self.begun_tokens
+
+    @property
+    def opened_rows(self) -> int:
+        """Prompts that a window may open: inputs have the longest prompt for each, so few where prompts are long."""
+        return min(self.open_prompts, MOST_LONG_OPENED) if self.begun_tokens else self.open_prompts
 
     @property
     def prompt_width(self) -> int:
@@ -330,7 +337,7 @@ def empty_occupancy(o: EngineOptions) -> Occupancy:
             prompt_row=integers(rows), output_row=integers(rows), park_row=integers(rows) + o.open_prompts,
             sampling=Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats),
             key=jnp.zeros((rows, 2), jnp.uint32),
-            begun=integers(rows) if o.continues else None,
+            begun=integers(rows) if o.begun_tokens else None,
         )  # fmt: skip
 
     slots, prompts = o.slots, o.open_prompts

@@ -57,7 +57,7 @@ def window_inputs(
                 top_p=_column([entry.sampling.top_p for entry in entries], size, 1, np.float32),
             ),
             key=key,
-            begun=_column([entry.begun for entry in entries], size) if options.continues else None,
+            begun=_column([entry.begun for entry in entries], size) if options.begun_tokens else None,
         ),
         count=np.asarray(len(entries), np.int32),
         cancelled=np.isin(np.arange(options.output_rows), list(cancelled)),
@@ -77,12 +77,12 @@ def _column(values: Sequence, size: int, empty: int = 0, dtype: type = np.int32)
 
 
 def _opened_prompts(options: EngineOptions, opened: Sequence[OpenedPrompt]) -> OpenedPrompts:
-    rows = options.open_prompts
+    rows = options.opened_rows
     tokens = np.zeros((rows, options.longest_prompt), np.int32)
     for row, prompt in zip(tokens, opened, strict=False):
         row[: len(prompt.tokens)] = prompt.tokens
     return OpenedPrompts(
-        row=_column([prompt.row for prompt in opened], rows, rows),  # out of range: dropped
+        row=_column([prompt.row for prompt in opened], rows, options.open_prompts),  # out of range: dropped
         tokens=tokens,
         length=_column([len(prompt.tokens) for prompt in opened], rows, 1),
         like=_column([prompt.like for prompt in opened], rows),

@@ -222,12 +222,12 @@ def engine_options(
     open_prompts = enough_open_prompts(slots, config.collection.samples_per_round)
     barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
     attention = choose_backend(sampling.attention, config.model.numerics)
-    continues = config.collection.overlap == "in_flight"
-    if continues:  # each response that goes on has a prompt of its own
+    in_flight = config.collection.overlap == "in_flight"
+    if in_flight:  # each response that goes on has a prompt of its own
         open_prompts += slots
     options = EngineOptions(
         slots=slots,
-        continues=continues,
+        begun_tokens=sampling.max_response_tokens - 1 if in_flight else 0,
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,

@@ -1,9 +1,9 @@
 """A collection over several processes: each draws for its shard of the prompts, and all end up with all pools.
 
 Each process gets the same job and takes its shard of the prompts by the same rule (`split`). Then the processes
-exchange their pools (`processes.exchange`). The pools do not depend on the number of processes: the randomness of a
-sample follows from its address, a plan is made for all prompts before they are split, and replacement prompts are the
-next ones in the order of the data.
+exchange their pools (`processes.exchange`). The pools do not depend on the number of processes, unless iterations
+overlap: the randomness of a sample follows from its address, a plan is made for all prompts before they are split, and
+replacement prompts are the next ones in the order of the data.
 """
 
 import collections

@@ -454,6 +454,9 @@ def test_the_cache_holds_at_least_one_response():
     config_lib.check(changed(**{"sampling.pages": 65}))
     with pytest.raises(ValueError, match="sampling.pages is 64: .*1024 tokens .* 2048 needs 65 pages of 64 .* or 0"):
         config_lib.check(changed(**{"sampling.pages": 64}))
+    # A response that goes on is a prompt of up to 1,024 + 2,047 tokens: 48 + 48 + 1.
+    with pytest.raises(ValueError, match="sampling.pages is 96: .* 2048 needs 97 pages"):
+        config_lib.check(changed(**{"sampling.pages": 96, "collection.overlap": "in_flight"}))
     # An evaluation with up to 4,096 tokens needs 16 + 80 + 1.
     longer = {"sampling.pages": 65, "evaluation.benchmarks": ("some.jsonl",)}
     with pytest.raises(ValueError, match="4096 needs 97 pages"):

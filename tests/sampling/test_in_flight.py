@@ -1,5 +1,6 @@
 """Responses that are cut at the end of a collection and go on in the next one (`collection.overlap` = in_flight)."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -12,7 +13,7 @@ from reinforce_ada_jax.collection.serialization import partial_from_text, partia
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.types import Prefetch, Prompt
+from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
 from tests.sampling import tiny
 
 NOW, THEN = tiny.PROMPTS[:1], tiny.PROMPTS[3:]
@@ -35,7 +36,7 @@ def collected(rollouts, prompts, params, version, **carried):
 
 
 def in_flight(**changes):
-    return tiny.rollouts(slots=6, window=2, open_prompts=12, continues=True, **changes)
+    return tiny.rollouts(slots=6, window=2, open_prompts=12, begun_tokens=tiny.LIMIT - 1, **changes)
 
 
 def cut_and_continued(rollouts, later):
@@ -117,6 +118,33 @@ def test_a_collection_that_is_broken_off_keeps_the_tokens_of_what_runs():
         if response
     )
     assert rollouts.counts.tokens == sum(len(response.tokens) for response in samples.values()) - kept
+
+
+def test_the_longest_response_goes_on_with_the_fewest_pages():
+    """`config.least_pages`: 7 of 17 + 11 tokens, 8 of the prompt with its whole response, and the null page."""
+    prompt, expected = tiny.PROMPTS[4], tiny.draw(tiny.rollouts(), prompts=THEN, stream=1)
+    longest = [expected[prompt.id, draw] for draw in range(2) if len(expected[prompt.id, draw].tokens) == tiny.LIMIT]
+    begun = tuple(
+        dataclasses.replace(whole, tokens=whole.tokens[:11], logprobs=whole.logprobs[:11], truncated=False, is_cut=True)
+        for whole in longest
+    )
+    assert begun
+    scarce = tiny.rollouts(slots=3, window=2, open_prompts=4, begun_tokens=tiny.LIMIT - 1, pages=16)
+    partial = {prompt.id: PartialRollouts((None,) * tiny.DRAWS, (), 0, (tiny.DRAWS,), begun)}
+    samples = collected(scarce, [prompt], tiny.params(), 1, partial=partial)
+    tiny.assert_same({address: expected[address] for address in samples}, samples, prompts=THEN, stream=1)
+
+
+def test_another_reward_grades_no_round_whose_draws_run():
+    """Kept, the draws of a later round that have ended would be its short ones."""
+    ended = [Response("p1", draw, np.arange(3), np.zeros(3), False) for draw in range(4)]
+    running = Response("p1", 2, np.arange(9), np.zeros(9), False, is_cut=True)
+    verdicts = (Verdict(False, 0.0),) * 2
+    later = PartialRollouts((*ended[:2], None, ended[3]), verdicts, 1, (2, 2), (running,)).ungraded()
+    assert (later.responses, later.verdicts, later.rounds) == (tuple(ended[:2]), (), 0)
+    assert (later.round_sizes, later.begun) == ((2,), ())
+    first = PartialRollouts((ended[0], None), (), 0, (2,), (running,)).ungraded()
+    assert (first.responses, first.begun) == ((ended[0], None), (running,))
 
 
 def test_draws_that_no_prompt_needs_are_cut_and_count_as_discarded():

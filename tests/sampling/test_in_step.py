@@ -139,7 +139,7 @@ def test_steps_spent_on_waiting_are_counted():
 
 # ---- responses that go on in the next collection ---------------------------------------------------------------------
 
-CONTINUES = dataclasses.replace(OPTIONS, continues=True, window=2, open_prompts=8, pages=120)
+CONTINUES = dataclasses.replace(OPTIONS, begun_tokens=11, window=2, open_prompts=8, pages=120)
 FIXED = strategies.fixed(4)
 
 
@@ -157,7 +157,7 @@ def in_flight(host, rollouts, sizes, on_progress=None):
 def test_all_cut_in_the_same_window_and_draw_what_they_would_alone():
     sizes = (0, 1, 9)
     results, votes = run(3, lambda host, rollouts: in_flight(host, rollouts, sizes), CONTINUES)
-    alone = dataclasses.replace(CONTINUES, continues=False)
+    alone = dataclasses.replace(CONTINUES, begun_tokens=0)
     for host, (found, begun) in enumerate(results):
         expected, nothing = in_flight(host, Rollouts(PageEngine(alone)), sizes)
         assert found == expected and begun and not nothing
