@@ -152,6 +152,11 @@ def load(loss: str) -> str | TokenLossFn:
             f"{setting}, whose loss is {value:g} for advantages of 1 and -1 and ratios of 0.6 to 1.6, with slopes from "
             f"{slopes.min():g} to {slopes.max():g}; all must be finite."
         )
+    if not slopes.any():
+        raise ValueError(
+            f"{setting}, whose loss does not change with the log-probabilities, for advantages of 1 and -1 and ratios of "
+            "0.6 to 1.6: nothing would be learned. Compute it from `ratio` or `logprobs`."
+        )
     return checked
 
 

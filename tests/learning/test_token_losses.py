@@ -142,6 +142,7 @@ def test_a_loss_of_the_users_own(tmp_path):
         ("None", r"returned None for ratios of float32\[2, 3\]"),
         ("ratio * float('nan')", r"whose loss is nan for advantages of 1 and -1 .* all must be finite"),
         ("abs(ratio - 1) ** 0.5 * advantages", "slopes from -inf to inf; all must be finite"),  # at ratio 1
+        ("advantages", "does not change with the log-probabilities, .* nothing would be learned"),
     ],
 )
 def test_a_loss_of_another_shape_is_refused_before_training(tmp_path, result, said):
