@@ -121,7 +121,8 @@ def exit_codes_page() -> str:
         module, _, constant = name.partition(".")
         lines.append(f"| {getattr(owners[module], constant)} | `{name}` | {meaning} |")
     lines.append(
-        "\nA scheduler starts the same command again after 75, and may do so after 1. It must not after 2 or 130.\n"
+        "\nSIGTERM in the first seconds, before the first line, ends the process by the signal, and nothing is lost.\n"
+        "A scheduler starts the same command again after 75, and may do so after 1. It must not after 2 or 130.\n"
         "`launch/` does this on Google Cloud ([TPU](../tpu.md#5-a-host-is-taken-away)). What a restart loses is\n"
         "described in [resume](../concepts/resume.md).\n\n"
         "`compile_check` ends with code 1 where a program does not fit."

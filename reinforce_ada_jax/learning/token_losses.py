@@ -154,8 +154,8 @@ def load(loss: str) -> str | TokenLossFn:
         )
     if not slopes.any():
         raise ValueError(
-            f"{setting}, whose loss does not change with the log-probabilities, for advantages of 1 and -1 and ratios of "
-            "0.6 to 1.6: nothing would be learned. Compute it from `ratio` or `logprobs`."
+            f"{setting}, whose loss does not change with the log-probabilities, for advantages of 1 and -1 and ratios "
+            "of 0.6 to 1.6: nothing would be learned. Compute it from `ratio` or `logprobs`."
         )
     return checked
 
