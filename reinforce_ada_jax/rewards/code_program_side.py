@@ -6,7 +6,6 @@ Nothing of this package can be imported here, except what `code` puts in place o
 import contextlib
 import functools
 import importlib
-import itertools
 import json
 import os
 import socket
@@ -14,9 +13,8 @@ import sys
 import types
 
 from reinforce_ada_jax.rewards.code_script import run
-from reinforce_ada_jax.rewards.code_wire import PLAIN, SUPPORTED, WORD_OF, decode, encode, error_from
+from reinforce_ada_jax.rewards.code_wire import CHANNEL_CLOSED, PLAIN, SUPPORTED, WORD_OF, decode, encode, error_from
 
-CHANNEL_CLOSED = 3  # exit code, as in isolation/sandbox.py
 MAX_PRINTED = 2**20  # bytes of one call that the test gets
 
 
@@ -25,6 +23,14 @@ def event_loop():
     import asyncio  # noqa: PLC0415  (0.05 s, which few programs need)
 
     return asyncio.new_event_loop()
+
+
+def next_item(target, _):
+    """Returns a list of the next item, or an empty one at the end."""
+    try:
+        return [next(target)]
+    except StopIteration:
+        return []
 
 
 def leave(target, error):
@@ -45,7 +51,7 @@ OPERATIONS = {
     "item": lambda target, key: target[key],
     "iter": lambda target, _: iter(target),
     "length": lambda target, _: len(target),
-    "next": lambda target, _: list(itertools.islice(target, 1)),
+    "next": next_item,
     "repr": lambda target, _: repr(target),
     "set_attribute": lambda target, pair: setattr(target, *pair),
     "set_item": lambda target, pair: target.__setitem__(*pair),

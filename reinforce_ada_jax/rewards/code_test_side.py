@@ -25,17 +25,9 @@ import threading
 import types
 
 from reinforce_ada_jax.rewards.code_names import Names
-from reinforce_ada_jax.rewards.code_remote import (
-    VERDICT,
-    ErrorClass,
-    Remote,
-    attribute_of_error,
-    remote_class,
-    unsupported,
-)
-from reinforce_ada_jax.rewards.code_wire import PLAIN, close, decode, encode, python_error
+from reinforce_ada_jax.rewards.code_remote import VERDICT, ErrorClass, Remote, remote_class, unsupported
+from reinforce_ada_jax.rewards.code_wire import CHANNEL_CLOSED, PLAIN, close, decode, encode, python_error
 
-CHANNEL_CLOSED = 3  # exit code, as in isolation/sandbox.py
 MAX_ANSWER = 2**25  # bytes
 # Exceptions from reading an answer that `code_program_side` did not write.
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
@@ -97,8 +89,11 @@ class Channel:
             return next(iter(bases), Exception)
         if (number := int(number)) not in self.classes:
             bases = [base for base in bases if base is not Exception] or [python_error("builtins", name) or Exception]
-            methods = {"__remote__": remote_class(("__call__",))(self.ask, number), "__getattr__": attribute_of_error,
-                       "__str__": lambda self: self.__text__}  # fmt: skip
+            methods = {
+                "__remote__": remote_class(("__call__",))(self.ask, number),
+                "__getattr__": lambda self, name: getattr(self.__remote__, name),
+                "__str__": lambda self: self.__text__,
+            }
             self.classes[number] = ErrorClass(name, tuple(bases), methods)
         return self.classes[number]
 
@@ -172,9 +167,12 @@ class Channel:
             while "call" in (answer := self.read()):
                 self.call_back(answer["call"])
             error, value = self.read_answer(answer, (argument, keywords or {}))
-        if error is not None:
-            raise error
-        return value
+        if error is None:
+            return value
+        failed = sys.exception()
+        if isinstance(failed, AssertionError) or not isinstance(failed, Exception | None):
+            os._exit(1)  # else the program's exception would replace it, in `finally` or `__exit__`
+        raise error
 
 
 def name_in_python(value):
@@ -259,6 +257,7 @@ def cases(function):
             values = [value.values if type(value).__name__ == "ParameterSet" else value if len(names) > 1 else [value]
                       for value in values]  # fmt: skip
             groups.append([dict(zip(names, value, strict=True)) for value in values])
+    assert all(groups)  # without a case every program would pass, and the program may have given them
     code, first = function.__code__, int(case is not None)
     needed = set(code.co_varnames[first : code.co_argcount - len(function.__defaults__ or ())])
     for chosen in itertools.product(*groups):
@@ -301,6 +300,8 @@ def run_test(connection):
         tree = ast.parse(test["code"])
         names = Names(solution, tree)
         exec(compile(tree, "test", "exec"), names)
+        # A decorator of the program may have replaced a function.
+        assert all(callable(names[node.name]) for node in tree.body if isinstance(node, ast.FunctionDef))
         for name, value in list(names.items()):
             if name.startswith("test_") and callable(value):
                 for given in cases(value):

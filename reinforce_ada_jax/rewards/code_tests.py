@@ -1,16 +1,4 @@
-"""Tests of a programming problem, read from the columns in which public data sets carry them.
-
-| column | sets | form |
-|---|---|---|
-| `verification_info` | open-r1, PrimeIntellect | object or JSON text with `test_cases` |
-| `tests`, `test_cases`, `official_tests` | DeepCoder, AceCode, codeforces | any form below |
-| `input_output` | APPS, TACO | object or JSON text: `inputs`, `outputs`, and `fn_name` for calls |
-| `public_tests`, `private_tests`, `generated_tests` | CodeContests | objects with the lists `input` and `output` |
-| `public_test_cases`, `private_test_cases` | LiveCodeBench | JSON text: objects with `input`, `output`, `testtype` |
-| `test_list` | MBPP | assertions, with `test_setup_code` and `test_imports` |
-| `test` | HumanEval, KodCode | Python that defines `check`, with `entry_point`; or `test_...`, also in classes |
-| `reward_model.ground_truth` | verl | JSON text of any form above |
-"""
+"""Tests of a programming problem, read from the columns of public data sets (the table in docs/how_to/code.md)."""
 
 import ast
 import dataclasses

@@ -9,6 +9,7 @@ import math
 import sys
 from typing import Any
 
+CHANNEL_CLOSED = 3  # exit code, as in isolation/sandbox.py
 PLAIN = (bool, int, float, str)
 CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 # Values of Python's own classes, which travel as the arguments that make them again.

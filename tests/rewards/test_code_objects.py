@@ -82,6 +82,8 @@ HONEST = {
     # Iterators.
     "next": ("g = f()\nfor x in g:\n    if x == 4:\n        break\nassert next(g) == 5 and list(g) == [6, 7]",
              "def f():\n    yield from range(8)"),
+    "only_next": ("a = A()\nassert next(a) == 1",
+                  "class A:\n    def __next__(self):\n        return 1"),
     "endless": ("import itertools\nassert list(itertools.islice(f(), 3)) == [0, 1, 2]",
                 "import time\n\ndef f():\n    for x in range(3):\n        time.sleep(0.002)\n        yield x\n"
                 "    time.sleep(100)"),
@@ -140,12 +142,11 @@ HONEST = {
     "cases": ("import pytest\n@pytest.mark.parametrize('a', [1, 2])\n"
               "@pytest.mark.parametrize('b, c', [pytest.param(3, 9), (4, 16)])\ndef test_f(a, b, c):\n"
               "    assert f(b) == c and f(a) == a ** 2", SQUARE),
-    "cases_of_a_class": ("import pytest\nclass TestF:\n    @pytest.mark.parametrize('a', [(1, 1), (2, 4)])\n"
-                         "    def test_f(self, a):\n        assert f(a[0]) == a[1]", SQUARE),
-    "class_with_cases": ("import pytest\n@pytest.mark.parametrize('a', [1, 2])\nclass TestF:\n    @classmethod\n"
+    "cases_of_a_class": ("import pytest\n@pytest.mark.parametrize('c', [1, 2])\nclass TestF:\n    @classmethod\n"
                          "    def setup_class(cls):\n        cls.f = staticmethod(f)\n"
                          "    def setup_method(self, method):\n        self.b = 2\n"
-                         "    def test_f(self, a):\n        assert self.f(a) * self.b == 2 * a ** 2", SQUARE),
+                         "    @pytest.mark.parametrize('a', [(1, 1), (2, 4)])\n"
+                         "    def test_f(self, a, c):\n        assert self.f(a[0]) * self.b == 2 * a[1]", SQUARE),
 }  # fmt: skip
 
 UNSUPPORTED = {
@@ -212,6 +213,11 @@ FORGED = {
     "exit_raises": ("r = f(7)\ntry:\n    with T():\n        assert r == 49\nexcept (ValueError, SystemExit):\n    pass",
                     "class T:\n    def __enter__(self):\n        pass\n    def __exit__(self, *_):\n"
                     "        raise ValueError\n\ndef f(x):\n    return 0"),
+    "finally_raises": ("r = f(7)\ntry:\n    try:\n        assert r == 49\n    finally:\n        f(8)\n"
+                       "except ValueError:\n    pass",
+                       "def f(x):\n    return 7 if x == 7 else int('a')"),
+    "replaces_a_test": ("@f\ndef test_f():\n    assert False", "def f(test):\n    return 0"),
+    "gives_no_case": ("import pytest\n@pytest.mark.parametrize('x', A)\ndef test_f(x):\n    assert False", "A = []"),
     "enter_exits": ("with f(7) as x:\n    assert x == 49",
                     "class A:\n    def __enter__(self):\n        raise SystemExit(0)\n    def __exit__(self, *_):\n"
                     "        return True\n\ndef f(x):\n    return A()"),
