@@ -142,7 +142,7 @@ HONEST = {
     "cases": ("import pytest\n@pytest.mark.parametrize('a', [1, 2])\n"
               "@pytest.mark.parametrize('b, c', [pytest.param(3, 9), (4, 16)])\ndef test_f(a, b, c):\n"
               "    assert f(b) == c and f(a) == a ** 2", SQUARE),
-    "cases_of_a_class": ("import pytest\n@pytest.mark.parametrize('c', [1, 2])\nclass TestF:\n    @classmethod\n"
+    "cases_of_a_class": ("import pytest\n@pytest.mark.parametrize('c', [1, 2])\nclass TestF:\n"
                          "    def setup_class(cls):\n        cls.f = staticmethod(f)\n"
                          "    def setup_method(self, method):\n        self.b = 2\n"
                          "    @pytest.mark.parametrize('a', [(1, 1), (2, 4)])\n"
