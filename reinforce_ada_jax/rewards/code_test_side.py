@@ -253,8 +253,9 @@ def cases(function):
     for mark in (*getattr(function, "pytestmark", []), *getattr(case, "pytestmark", [])):
         if mark.name == "parametrize":
             names, values, *_ = (*mark.args, *mark.kwargs.values())
+            is_one = isinstance(names, str) and "," not in names
             names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-            values = [value.values if type(value).__name__ == "ParameterSet" else value if len(names) > 1 else [value]
+            values = [value.values if type(value).__name__ == "ParameterSet" else [value] if is_one else value
                       for value in values]  # fmt: skip
             groups.append([dict(zip(names, value, strict=True)) for value in values])
     assert all(groups)  # without a case every program would pass, and the program may have given them

@@ -139,7 +139,7 @@ HONEST = {
     "error_number": ("try:\n    f('none')\n    assert False\nexcept FileNotFoundError as e:\n    assert e.errno == 2",
                      "def f(x):\n    return open(x)"),
     # pytest.
-    "cases": ("import pytest\n@pytest.mark.parametrize('a', [1, 2])\n"
+    "cases": ("import pytest\n@pytest.mark.parametrize(('a',), [(1,), (2,)])\n"
               "@pytest.mark.parametrize('b, c', [pytest.param(3, 9), (4, 16)])\ndef test_f(a, b, c):\n"
               "    assert f(b) == c and f(a) == a ** 2", SQUARE),
     "cases_of_a_class": ("import pytest\n@pytest.mark.parametrize('c', [1, 2])\nclass TestF:\n"
