@@ -304,10 +304,10 @@ class CuttableQueue(RequestQueue, Protocol):
     """Queue of a collection that may end while responses of later ones run (`Response.is_cut`).
 
     Attributes:
-      is_cut: the sampler sets it if it cuts what runs at the end. `take_prefetch` then goes on to the end.
+      cuts_at_end: the sampler sets it, if it cuts what runs at the end. `take_prefetch` then has requests to the end.
     """
 
-    is_cut: bool
+    cuts_at_end: bool
 
     def is_complete(self) -> bool:
         """Returns True once all prompts of this collection are closed: what still runs is for later ones."""

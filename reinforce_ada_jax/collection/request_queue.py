@@ -55,7 +55,7 @@ class CollectionQueue:
         self._following: dict[str, Request] = {}  # those of responses that go on, by the id of the sampler's prompt
         self._newly_closed: list[str] = []
         self.num_responses = 0  # received so far
-        self.is_cut = False
+        self.cuts_at_end = False
         self._begin(prompts)
 
     def _begin(self, prompts: Sequence[PromptRollouts]) -> None:
@@ -80,7 +80,7 @@ class CollectionQueue:
         return self._take(self._waiting, limit)
 
     def take_prefetch(self, limit: int) -> list[Request]:
-        return [] if self.is_complete() and not self.is_cut else self._take(self._waiting_prefetch, limit)
+        return [] if self.is_complete() and not self.cuts_at_end else self._take(self._waiting_prefetch, limit)
 
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
         if not self._speculative:

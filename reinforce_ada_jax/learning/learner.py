@@ -70,25 +70,13 @@ def response_logprobs(
     *,
     execution: Execution,
     attend: SegmentAttend = causal_attend,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """Computes the log-probability of every response token, and the entropy where it was chosen.
-
-    Beyond the responses both are arbitrary. Only the R of T hidden states that predict a response token meet the head;
-    of rows that are cut over `context` all do, each on its own device, and no hidden states are gathered.
-    """
-    return response_logprobs_and_load(architecture, params, batch, head, execution=execution, attend=attend)[:2]
-
-
-def response_logprobs_and_load(
-    architecture: Architecture,
-    params: Params,
-    batch: Batch,
-    head: HeadConfig,
-    *,
-    execution: Execution,
-    attend: SegmentAttend = causal_attend,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"], Float[Array, "L E"] | None]:
-    """Computes `response_logprobs`, and the number of tokens, without padding, of each expert; None without experts."""
+    """Computes the log-probability of every response token, the entropy where it was chosen, and the load of experts.
+
+    Beyond the responses the first two are arbitrary. Only the R of T hidden states that predict a response token meet
+    the head; of rows that are cut over `context` all do, each on its own device, and no hidden states are gathered. The
+    load is the number of tokens of each expert, without padding; None in a model without experts.
+    """
     parts = 1 if head.mesh is None else head.mesh.shape["context"]
     cut, join = (functools.partial(function, count=parts) for function in (mesh_lib.cut_rows, mesh_lib.join_rows))
     model = merge(architecture, params)
@@ -147,7 +135,7 @@ class Learner:
         self._optimizer = make_optimizer(config.learning, decay_updates)
         self._temperature = config.sampling.temperature
         self._logprobs = functools.partial(
-            response_logprobs_and_load,
+            response_logprobs,
             architecture,
             head=head_config(
                 self.platform, mesh,

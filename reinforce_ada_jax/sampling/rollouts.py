@@ -195,7 +195,7 @@ class _Session:
         self.outcome = _WORKING  # of the votes on the last window that was read
         self._cuts = False
         if self.engine.options.begun_tokens and isinstance(queue, CuttableQueue):
-            self._cuts = queue.is_cut = True
+            self._cuts = queue.cuts_at_end = True
         self.voted_before_cut: WindowOutputs | None = None  # submitted when all cut
         self.read_at = time.monotonic()
 
