@@ -7,7 +7,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 
     P prompts    B rows (responses in a batch)    T tokens    S slots    L layers
     D model      F feed-forward    N query heads    K key/value heads    H head dim    V vocabulary
-    E experts    X width of an expert    Y columns of gate and up, 2 X
+    E experts    C experts of a token    X width of an expert    Y columns of gate and up, 2 X
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt
 
 # Reasons of a verdict where the verifier or the environment failed; "no_answer" or "too_long" is the response's fault.
 FAILURES = ("timeout", "crash", "error")
@@ -92,6 +92,8 @@ class Response:
         are the model's. Empty: the model sampled all tokens.
       versions: (policy version, tokens) of each part, if the weights changed while it was drawn. Empty: they did not.
       is_cut: it has not ended, and may go on (`Request.begun`); such responses are in no pool.
+      experts: of a model with experts those of each token of the prompt and the response but the last, in each layer,
+        as the sampler chose them; the learner replays them (policy/experts.py). None: they were not recorded.
     """
 
     prompt_id: str
@@ -103,6 +105,7 @@ class Response:
     segments: tuple[int, ...] = ()
     versions: tuple[tuple[int, int], ...] = ()
     is_cut: bool = False
+    experts: UInt[np.ndarray, "S LC"] | None = None
 
     def __post_init__(self):
         if self.segments and (len(self.segments) % 2 == 0 or sum(self.segments) != len(self.tokens)):

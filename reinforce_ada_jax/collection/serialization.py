@@ -1,12 +1,13 @@
 """Pools and partial rollouts as bytes: the one format for messages between processes and for checkpoints.
 
-The format is a JSON header and two arrays in NumPy's format, read without pickle; float32 numbers do not change.
+The format is a JSON header and three arrays in NumPy's format, read without pickle; float32 numbers do not change.
 """
 
 import base64
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -57,6 +58,9 @@ def to_bytes(shard: CollectedShard) -> bytes:
         header=np.frombuffer(json.dumps(header).encode(), np.uint8),
         tokens=np.concatenate([np.zeros(0, np.int32), *(response.tokens for response in responses)]),
         logprobs=np.concatenate([np.zeros(0, np.float32), *(response.logprobs for response in responses)]),
+        experts=np.concatenate(
+            [np.zeros(0, np.uint8), *(r.experts.ravel() for r in responses if r.experts is not None)]
+        ),
     )
     return file.getvalue()
 
@@ -65,15 +69,22 @@ def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> CollectedShard:
     """Returns the shard that `to_bytes` wrote; `prompts` include those of its pools."""
     prompt_of = {prompt.id: prompt for prompt in prompts}
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        header, tokens, logprobs = json.loads(arrays["header"].tobytes()), arrays["tokens"], arrays["logprobs"]
-    lengths = [
-        entry[1]
+        header = json.loads(arrays["header"].tobytes())
+        tokens, logprobs, experts = arrays["tokens"], arrays["logprobs"], arrays["experts"]
+    entries = [
+        entry
         for record in (*header["pools"], *header["partial"])
         for entry in (*record["responses"], *record.get("begun", ()))
         if entry
     ]
-    ends = np.cumsum(lengths, dtype=np.int64)[:-1]
-    arrays_of = zip(np.split(tokens, ends), np.split(logprobs, ends), strict=True)
+    ends = np.cumsum([entry[1] for entry in entries], dtype=np.int64)[:-1]
+    shapes = [entry[-1] for entry in entries]
+    expert_ends = np.cumsum([math.prod(shape) if shape else 0 for shape in shapes], dtype=np.int64)[:-1]
+    of_experts = (
+        None if shape is None else numbers.reshape(shape)
+        for shape, numbers in zip(shapes, np.split(experts, expert_ends), strict=False)
+    )
+    arrays_of = zip(np.split(tokens, ends), np.split(logprobs, ends), of_experts, strict=False)
     # Pools first, then partial rollouts, as they were written: the arrays have no other index.
     pools = [
         Pool(
@@ -112,17 +123,22 @@ def _header(prompt_id: str, rollouts: Pool | PartialRollouts) -> dict[str, Any]:
 
 
 def _response_header(r: Response) -> list[Any]:
-    return [r.draw, len(r.tokens), r.truncated, r.policy_version, r.segments, r.versions, r.is_cut]
+    experts = None if r.experts is None else r.experts.shape
+    return [r.draw, len(r.tokens), r.truncated, r.policy_version, r.segments, r.versions, r.is_cut, experts]
 
 
-def _response(prompt_id: str, entry: list[Any], tokens: np.ndarray, logprobs: np.ndarray) -> Response:
+def _response(
+    prompt_id: str, entry: list[Any], tokens: np.ndarray, logprobs: np.ndarray, experts: np.ndarray | None
+) -> Response:
     """Returns the response of an entry of `_response_header`."""
-    draw, _, truncated, policy_version, segments, versions, is_cut = entry
+    draw, _, truncated, policy_version, segments, versions, is_cut, _ = entry
     versions = tuple((version, count) for version, count in versions)
-    return Response(prompt_id, draw, tokens, logprobs, truncated, policy_version, tuple(segments), versions, is_cut)
+    return Response(
+        prompt_id, draw, tokens, logprobs, truncated, policy_version, tuple(segments), versions, is_cut, experts
+    )
 
 
-def _rollouts(record: Mapping[str, Any], arrays: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[Any, Any, int]:
+def _rollouts(record: Mapping[str, Any], arrays: Iterator[tuple[Any, ...]]) -> tuple[Any, Any, int]:
     """Returns (responses, verdicts, rounds) of one record; takes the arrays of its responses from the iterator."""
     responses = tuple(entry and _response(record["prompt"], entry, *next(arrays)) for entry in record["responses"])
     return responses, tuple(Verdict(*verdict) for verdict in record["verdicts"]), record["rounds"]

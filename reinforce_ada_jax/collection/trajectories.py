@@ -84,6 +84,7 @@ class _Trajectory:
         return Response(
             self.request.prompt.id, self.request.draw, np.concatenate(segments), np.concatenate(logprobs), truncated,
             self.turns[-1].policy_version, tuple(map(len, segments)) if len(segments) > 1 else (),
+            experts=self.turns[-1].experts,  # its prompt has all tokens before it
         )  # fmt: skip
 
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
+from reinforce_ada_jax.policy import experts
+from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.types import Response
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ class Batch:
     Responses whose advantage is 0 may be left out of the rows (`make_batch`). Denominators still count them.
 
     `old_logprobs` are the behaviour's until the batch is scored; None: the update computes its own, so ratios are 1.
+
+    `experts` are those that the sampler chose (`Response.experts`), in a model that has some.
     """
 
     __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
@@ -60,6 +64,7 @@ class Batch:
     left_out: Int[AnyArray, "*M B 2"]  # tokens and responses in no row, at the first row; 0 at the others
     reference_logprobs: Float[AnyArray, "*M B R"] | None = None  # under the reference policy, where there is a KL term
     regularization: Float[AnyArray, "*M B R"] | None = None  # factor of the token's entropy and KL in the loss; None: 1
+    experts: UInt[AnyArray, "*M B T LC"] | None = None  # of each token, to be replayed; None: the learner chooses
 
     @property
     def max_segments(self) -> int:
@@ -145,12 +150,13 @@ def make_batch(
     per_row: int = 1,
     micro_rows: int | None = None,
     regularized: bool = False,
+    architecture: Architecture | None = None,
 ) -> Batch:
     """Makes a batch of the examples, packed into rows, and empty rows up to `num_rows`; None: as many as are needed.
 
     A row has at most `per_row` responses; with 1 each has a row, in the order of the examples. With `micro_rows`, the
     rows of a micro-batch, examples whose advantage is 0 are left out where this saves one (`pack_without_zeros`). With
-    `regularized` the batch has the examples' `regularization`.
+    `regularized` the batch has the examples' `regularization`, and with an `architecture` that has experts these.
 
     Raises:
       ValueError: a prompt or a response longer than its limit, a prompt without a token, or more rows than `num_rows`.
@@ -173,6 +179,9 @@ def make_batch(
     response_length = np.zeros((size, per_row), np.int32)
     advantages, logprobs, regularization = np.zeros((3, size, columns), np.float32)
     left_out = np.zeros((size, 2), np.int32)
+    chosen = None
+    if architecture is not None and architecture.num_experts:
+        chosen = experts.empty_record(architecture, size, row_tokens)
     for index in set(range(len(examples))).difference(*rows):
         left_out[0] += examples[index].response.num_sampled, len(examples[index].response.tokens) > 0
     for row, indices in enumerate(rows):
@@ -183,6 +192,8 @@ def make_batch(
             here = row, slice(start, start + before + length)
             tokens[here] = np.concatenate([prompt, response.tokens])
             positions[here], segment_ids[here] = np.arange(before + length), segment
+            if chosen is not None and response.experts is not None:
+                chosen[row, start : start + len(response.experts)] = response.experts
             sampled, count = response.sampled, response.num_sampled
             response_length[row, segment] = count
             there = row, slice(column, column + count)
@@ -205,4 +216,5 @@ def make_batch(
         old_logprobs=logprobs,
         left_out=left_out,
         regularization=regularization if regularized else None,
+        experts=chosen,
     )

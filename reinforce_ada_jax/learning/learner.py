@@ -44,7 +44,7 @@ from reinforce_ada_jax.learning.update import (
     num_live,
     run_chain,
 )
-from reinforce_ada_jax.policy import invariant, lora
+from reinforce_ada_jax.policy import experts, invariant, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
     Execution,
@@ -79,12 +79,14 @@ def response_logprobs(
     """
     parts = 1 if head.mesh is None else head.mesh.shape["context"]
     cut, join = (functools.partial(function, count=parts) for function in (mesh_lib.cut_rows, mesh_lib.join_rows))
-    model = merge(architecture, params)
+    model, routing = merge(architecture, params), experts.FREE
+    if architecture.num_experts:
+        replayed = None if batch.experts is None else cut(batch.experts)
+        routing = experts.Routing(replayed, counted=cut(batch.segment_ids) < batch.max_segments)
     hidden, load = hidden_states_and_load(
         model, cut(batch.tokens), positions=cut(batch.positions),
         segment_ids=cut(batch.segment_ids) if batch.max_segments > 1 else None,
-        attend=attend, execution=execution,
-        counted=cut(batch.segment_ids) < batch.max_segments if architecture.num_experts else None,
+        attend=attend, execution=execution, routing=routing,
     )  # fmt: skip
     if parts > 1:
         of_tokens = target_logprobs(head, model, hidden, cut(jnp.roll(batch.tokens, -1, axis=1)))

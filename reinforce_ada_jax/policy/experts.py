@@ -3,6 +3,10 @@
 The rows of all experts are sorted by expert, and each matrix is one grouped product (`jax.lax.ragged_dot`): no token is
 dropped, whatever the load. Tokens of padding have experts too, and reach no other token. XLA has the grouped product on
 TPUs; on CPUs it multiplies every row by the matrices of all experts.
+
+The learner replays what the sampler chose (R3, arXiv 2510.11370): rounding differs between their programs, and near a
+tie it would send a token to another expert, whose log-probabilities are those of another policy. The sampler records
+the experts of each token that it computes. The learner gives these experts the weights of its own router.
 """
 
 from collections.abc import Callable
@@ -10,12 +14,24 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import SWIGLU_ALPHA, Architecture
+
+
+class Routing(NamedTuple):
+    """Use of the choices that routers make in a forward pass."""
+
+    replayed: UInt[Array, "B T LC"] | None = None  # record that tokens follow (`empty_record`); None: routers choose
+    counted: Bool[Array, "B T"] | None = None  # tokens whose experts are counted; None: none are
+    records: bool = False  # the experts of each token are returned
+
+
+FREE = Routing()  # routers choose, and nobody asks for their choices
 
 
 class Biases(NamedTuple):
@@ -26,9 +42,44 @@ class Biases(NamedTuple):
     down: Float[Array, "E D"]
 
 
-def choose(architecture: Architecture, logits: Float[Array, "M E"]) -> tuple[Float[Array, "M C"], Int[Array, "M C"]]:
-    """Returns the weights and the numbers of each token's experts: a softmax over all experts, then the largest."""
-    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), architecture.experts_per_token)
+def record_dtype(architecture: Architecture) -> np.dtype:
+    """Returns the type of recorded numbers of experts; its largest number is none."""
+    return np.dtype(np.uint8 if architecture.num_experts < np.iinfo(np.uint8).max else np.uint16)
+
+
+def empty_record(architecture: Architecture, *shape: int) -> UInt[np.ndarray, "... LC"]:
+    """Returns a record of tokens whose experts are not known: the learner chooses them.
+
+    A record has the L C numbers of a token in one axis: TPUs would pad a last axis of C numbers to 128.
+    """
+    dtype = record_dtype(architecture)
+    return np.full((*shape, architecture.num_layers * architecture.experts_per_token), np.iinfo(dtype).max, dtype)
+
+
+def record(architecture: Architecture, chosen: Int[Array, "L B T C"]) -> UInt[Array, "B T LC"]:
+    """Returns the record of tokens, from the experts that each layer has chosen for them."""
+    of_tokens = jnp.moveaxis(chosen, 0, 2)
+    return of_tokens.reshape(*of_tokens.shape[:2], -1).astype(record_dtype(architecture))
+
+
+def of_layer(architecture: Architecture, recorded: UInt[Array, "B T LC"], layer: Any) -> UInt[Array, "B T C"]:
+    """Returns the part of a record that one layer replays."""
+    count = architecture.experts_per_token
+    return jax.lax.dynamic_slice_in_dim(recorded, layer * count, count, axis=2)
+
+
+def choose(
+    architecture: Architecture, logits: Float[Array, "M E"], replayed: UInt[Array, "M C"] | None = None
+) -> tuple[Float[Array, "M C"], Int[Array, "M C"]]:
+    """Returns the weights and the numbers of each token's experts: a softmax over all experts, then the largest.
+
+    Tokens with a record (`replayed`) have the experts of it, whatever the largest are.
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, chosen = jax.lax.top_k(probabilities, architecture.experts_per_token)
+    if replayed is not None:
+        chosen = jnp.where(replayed < architecture.num_experts, replayed.astype(chosen.dtype), chosen)
+        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if architecture.renormalizes_experts:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, chosen
@@ -56,17 +107,19 @@ def mixture(
     up: Float[Array, "E D X"] | None,
     down: Float[Array, "E X D"],
     biases: Biases | None = None,
+    replayed: UInt[Array, "B T C"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"]]:
     """Computes sum_e weight_e down_e(silu(gate_e(x)) * up_e(x)) over the experts of each token, and returns these, too.
 
     With biases it is the sum of gpt-oss: columns of `gate` are those of gate and up by turns, and `clamped_swiglu`.
-    Logits, softmax and weights are in float32, of a router in x.dtype: learner and sampler choose alike.
+    Logits, softmax and weights are in float32, of a router in x.dtype. `replayed` is as for `choose`.
     """
     tokens, chosen_each = x.reshape(-1, x.shape[-1]), architecture.experts_per_token
     logits = jnp.dot(tokens, router, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     if biases is not None:
         logits = logits + biases.router.astype(jnp.float32)[None]
-    weights, chosen = choose(architecture, logits)
+    replayed = None if replayed is None else replayed.reshape(-1, chosen_each)
+    weights, chosen = choose(architecture, logits, replayed)
     expert = chosen.reshape(-1)
     order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=architecture.num_experts)
     rows = jnp.broadcast_to(tokens[:, None], (len(tokens), chosen_each, x.shape[-1])).reshape(-1, x.shape[-1])
@@ -116,17 +169,18 @@ def on_devices(compute: Callable[..., Any], rows: NamedSharding | None, mesh: Me
     wide = P(None, None, "tensor")
 
     def own_part(*arguments: Any) -> tuple[Array, Array]:
-        *weights, biases = arguments
+        *weights, biases, replayed = arguments
         if biases is not None:  # one part adds what is not divided
             is_first = jax.lax.axis_index("tensor") == 0
             biases = biases._replace(down=jnp.where(is_first, biases.down, jnp.zeros_like(biases.down)))
-        mixed, chosen = compute(*weights, biases)
+        mixed, chosen = compute(*weights, biases, replayed)
         return jax.lax.psum(mixed, "tensor"), chosen
 
-    def on_parts(x: Array, router: Array, gate: Array, up: Array | None, down: Array, biases: Biases | None) -> Any:
+    def on_parts(x: Array, router: Array, gate: Array, up: Any, down: Array, biases: Any, replayed: Any) -> Any:
         of_biases = None if biases is None else Biases(*cast(Any, (P(), P(None, "tensor"), P())))
-        in_specs = (of_x, P(), wide, None if up is None else wide, P(None, "tensor", None), of_biases)
+        of_record = None if replayed is None else of_x
+        in_specs = (of_x, P(), wide, None if up is None else wide, P(None, "tensor", None), of_biases, of_record)
         apply = mesh_lib.on_own_part(own_part, mesh, in_specs=in_specs, out_specs=(of_x, of_x), always=True)
-        return apply(x, router, gate, up, down, biases)
+        return apply(x, router, gate, up, down, biases, replayed)
 
     return on_parts

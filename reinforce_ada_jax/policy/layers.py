@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from reinforce_ada_jax.policy import experts, rotary, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -300,7 +300,11 @@ class Experts(nnx.Module):
         self.expert_down = declare((e, x, d), ("experts", "mlp", "embed"), fan_in=x)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rows: NamedSharding | None = None, mesh: Mesh | None = None
+        self,
+        x: Float[Array, "B T D"],
+        replayed: UInt[Array, "B T C"] | None = None,
+        rows: NamedSharding | None = None,
+        mesh: Mesh | None = None,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"]]:
         """Computes each token by its experts, as `experts.mixture`; `rows` and `mesh` as of `experts.on_devices`."""
         compute = experts.on_devices(functools.partial(experts.mixture, self.architecture), rows, mesh)
@@ -309,10 +313,11 @@ class Experts(nnx.Module):
             return [weight.get_value().astype(x.dtype) for weight in weights]
 
         if not self.architecture.expert_limit:
-            return compute(x, *cast(self.router, self.expert_gate, self.expert_up, self.expert_down), None)
+            weights = cast(self.router, self.expert_gate, self.expert_up, self.expert_down)
+            return compute(x, *weights, None, replayed)
         router, gate_up, down = cast(self.router, self.expert_gate_up, self.expert_down)
         biases = experts.Biases(*cast(self.router_bias, self.expert_gate_up_bias, self.expert_down_bias))
-        return compute(x, router, gate_up, None, down, biases)
+        return compute(x, router, gate_up, None, down, biases, replayed)
 
 
 class Layer(nnx.Module):

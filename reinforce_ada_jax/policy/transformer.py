@@ -47,6 +47,14 @@ REMAT = {
 }
 
 
+class LayerValues(NamedTuple):
+    """Values of each layer in a forward pass, along a leading axis."""
+
+    of_attention: Any  # the last result of `Attend`
+    load: Float[Array, "L E"] | None = None  # number of counted tokens of each expert
+    chosen: Int[Array, "L B T C"] | None = None  # experts of each token, where they are recorded
+
+
 class LayerPlace(NamedTuple):
     """The place of a layer among others, and how far its tokens see."""
 
@@ -172,8 +180,8 @@ def _first_states(model: Decoder, tokens: Int[Array | np.ndarray, "B T"], execut
     return x * jnp.asarray(model.architecture.hidden_size**0.5, x.dtype) if model.architecture.is_gemma else x
 
 
-def _after_attention(architecture: Architecture, layer: Layer, execution: Execution, counted, x, mixed):
-    """Adds a layer's attention and feed-forward to x; returns it, and the number of counted tokens of each expert."""
+def _after_attention(architecture: Architecture, layer: Layer, execution: Execution, x, mixed, replayed=None):
+    """Adds a layer's attention and feed-forward to x; returns it, and the experts of each token if there are any."""
 
     def normed(x, scale):
         return norm(architecture, x, scale[...])
@@ -181,22 +189,21 @@ def _after_attention(architecture: Architecture, layer: Layer, execution: Execut
     def mlp(x):
         if isinstance(layer.mlp, MLP):
             return layer.mlp(x), None
-        mixed, chosen = layer.mlp(x, rows=execution.constrain.sharding, mesh=execution.mesh)
-        return mixed, None if counted is None else experts.load(architecture.num_experts, chosen, counted)
+        return layer.mlp(x, replayed, rows=execution.constrain.sharding, mesh=execution.mesh)
 
     mixed = layer.attention.merge_heads(mixed)
     if architecture.norm_place == "after":
         x = x + normed(mixed, layer.attention_norm)
-        mixed, load = mlp(x)
+        mixed, chosen = mlp(x)
         mixed = normed(mixed, layer.mlp_norm)
     elif architecture.norm_place == "around":
         x = x + normed(mixed, layer.attention_out_norm)
-        mixed, load = mlp(normed(x, layer.mlp_norm))
+        mixed, chosen = mlp(normed(x, layer.mlp_norm))
         mixed = normed(mixed, layer.mlp_out_norm)
     else:
         x = x + mixed
-        mixed, load = mlp(normed(x, layer.mlp_norm))
-    return execution.constrain(x + mixed), load
+        mixed, chosen = mlp(normed(x, layer.mlp_norm))
+    return execution.constrain(x + mixed), chosen
 
 
 def run(
@@ -208,8 +215,8 @@ def run(
     *,
     execution: Execution,
     adapter: Int[Array, " B"] | None = None,
-    counted: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T D"], Any, Any]:
+    routing: experts.Routing = experts.FREE,
+) -> tuple[Float[Array, "B T D"], Any, LayerValues]:
     """Runs all layers over `tokens`: by a scan, or one by one where their weights are arrays of their own.
 
     Args:
@@ -220,11 +227,11 @@ def run(
       carry: e.g. the pages of the cache, updated layer by layer.
       execution: how they are computed.
       adapter: index of each row's adapter in the banks of `model` (`lora.bank`), if there are any; -1 for none.
-      counted: tokens of a model with experts whose experts are counted, where all rows are computed at once.
+      routing: what is done with the choices of routers, where a model has some; tokens are counted where all rows are
+        computed at once.
 
     Returns:
-      (hidden states after the final norm, last carry, values of each layer stacked along a leading layer axis). With
-      `counted` the third is a pair: these values, and the number of tokens of each expert [L, E].
+      (hidden states after the final norm, last carry, values of the layers).
     """
     graph, state = nnx.split(model.layers)
     stacked, architecture = nnx.to_pure_dict(state), model.architecture
@@ -253,17 +260,23 @@ def run(
         query, key, value = rowwise(before, x, where)
         place = LayerPlace(index, architecture.window, slides, layer.attention.sinks_of(execution.dtype))
         mixed, carry, of_layer = attend(query, key, value, place, carry)
-        x, load = rowwise(functools.partial(_after_attention, architecture, layer, execution, counted), x, mixed)
-        return (x, carry), of_layer if counted is None else (of_layer, load)
+        recorded = ()
+        if routing.replayed is not None:
+            recorded = (experts.of_layer(architecture, routing.replayed, index),)
+        x, chosen = rowwise(functools.partial(_after_attention, architecture, layer, execution), x, mixed, *recorded)
+        load = None
+        if routing.counted is not None:
+            load = experts.load(architecture.num_experts, chosen, routing.counted)
+        return (x, carry), LayerValues(of_layer, load, chosen if routing.records else None)
 
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
     x = _first_states(model, tokens, execution)
     with whole_products(execution.dtype, execution.rounds):
-        (x, carry), of_layers = over_layers(one_layer, (constrain(x), carry), stacked, architecture.num_layers)
+        (x, carry), values = over_layers(one_layer, (constrain(x), carry), stacked, architecture.num_layers)
     x = rowwise(lambda x: norm(architecture, x, model.final_norm[...]), x)
-    return round_to_bfloat16(x).astype(jnp.bfloat16) if execution.rounds else x, carry, of_layers
+    return round_to_bfloat16(x).astype(jnp.bfloat16) if execution.rounds else x, carry, values
 
 
 def causal_attend(query, key, value, layer, carry, *, segment_ids=None):
@@ -319,14 +332,14 @@ def hidden_states_and_load(
     segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
     attend: SegmentAttend = causal_attend,
     execution: Execution,
-    counted: Bool[Array, "B T"] | None = None,
+    routing: experts.Routing = experts.FREE,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "L E"] | None]:
-    """Computes `hidden_states`, and the number of counted tokens of each expert; None where `counted` is None."""
+    """Computes `hidden_states`, and the number of counted tokens of each expert; None where none are counted."""
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = functools.partial(attend, segment_ids=segment_ids)
-    hidden, _, values = run(model, tokens, positions, attend, execution=execution, counted=counted)
-    return hidden, None if counted is None else values[1]
+    hidden, _, values = run(model, tokens, positions, attend, execution=execution, routing=routing)
+    return hidden, values.load
 
 
 def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

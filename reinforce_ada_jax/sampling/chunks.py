@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
+from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.policy.transformer import FULL_LAYER, Decoder, Execution, LayerPlace, run
 from reinforce_ada_jax.sampling.page_writes import write_tokens
@@ -23,7 +24,7 @@ from reinforce_ada_jax.sampling.paged_attention import (
     paged_attention,
 )
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
-from reinforce_ada_jax.sampling.state import EngineOptions, Prompts
+from reinforce_ada_jax.sampling.state import EngineOptions, Prompts, Routes
 
 # Cached tokens that all queries of a chunk attend to at a time.
 TOKENS_AT_A_TIME = 256
@@ -143,11 +144,12 @@ def prefill_chunk(
     prompts: Prompts,
     prompt_tokens: Int[Array, "R max_prompt"],
     pools: Pools,
+    routes: Routes | None,
     adapters: Int[Array, " R"],
     options: EngineOptions,
     mesh: Mesh,
-) -> tuple[Pools, Int[Array, " R"]]:
-    """Prefills up to `options.prefill_tokens` tokens of prompts; returns the pages and `Prompts.cached` after it."""
+) -> tuple[Pools, Routes | None, Int[Array, " R"]]:
+    """Prefills up to `options.prefill_tokens` tokens of prompts; returns pages, routes and `Prompts.cached` then."""
     chunk, cached = next_chunk(prompts, options.prefill_tokens)
     backend, page_size, table = options.attention, options.page_size, prompts.table[chunk.row]
     page = jnp.take_along_axis(table, (chunk.position // page_size)[:, None], axis=1)[:, 0]
@@ -167,5 +169,20 @@ def prefill_chunk(
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]
     execution = Execution(options.activations, options.rounds, mesh=mesh, rowwise=choose_rowwise(backend, chunk.wanted))
     adapter = jnp.where(chunk.wanted, adapters[chunk.row], -1)
-    _, pools, _ = run(model, tokens, positions, attend, pools, execution=execution, adapter=adapter)
-    return pools, cached
+    _, pools, values = run(
+        model, tokens, positions, attend, pools,
+        execution=execution, adapter=adapter, routing=experts.Routing(records=options.records_experts),
+    )  # fmt: skip
+    if routes is not None and values.chosen is not None:
+        routes = _with_chunk(routes, chunk, experts.record(model.architecture, values.chosen)[:, 0])
+    return pools, routes, cached
+
+
+def _with_chunk(routes: Routes, chunk: Chunk, recorded: UInt[Array, "C LC"]) -> Routes:
+    """Adds the experts of a chunk's tokens to the routes of a window, which have room for them."""
+    new = recorded, jnp.where(chunk.wanted, chunk.row, jnp.iinfo(jnp.int32).max), chunk.position
+    of_prompts, row, position = (
+        jax.lax.dynamic_update_slice_in_dim(x, part, routes.count, axis=0)
+        for x, part in zip((routes.of_prompts, routes.row, routes.position), new, strict=True)
+    )
+    return routes.replace(of_prompts=of_prompts, row=row, position=position, count=routes.count + len(chunk.row))

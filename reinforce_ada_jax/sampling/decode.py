@@ -11,13 +11,14 @@ of that until the window ends.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
+from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.transformer import Decoder, Execution, causal_attend, head_logits, run
 from reinforce_ada_jax.sampling import admission, draft_choice
 from reinforce_ada_jax.sampling import drafts as drafts_lib
@@ -52,7 +53,8 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
         return mixed, carry, (key, value)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    _, _, (keys, values) = run(model, tokens, positions, attend, execution=execution)
+    _, _, values = run(model, tokens, positions, attend, execution=execution)
+    keys, values = values.of_attention
     last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
     return Prefix(keys=keys, values=values, length=length, last_token=last)
 
@@ -148,9 +150,16 @@ def _take_pages(
     return state.replace(counts=state.counts.replace(redone=redone), outputs=outputs)
 
 
+class Computed(NamedTuple):
+    """Results of a forward pass for some rows."""
+
+    logprobs: Float[Array, "rows V"]  # of the next token
+    routes: UInt[Array, "rows LC"] | None = None  # experts of the input, where they are recorded
+
+
 def _forward(
     model: Decoder, slots: Slots, pools: Pools, adapters: Int[Array, " R"], options: EngineOptions, mesh: Mesh
-) -> tuple[Pools, Float[Array, "S V"]]:
+) -> tuple[Pools, Computed]:
     """Computes log-probabilities of the next token of some slots; keys and values of the last one go into the pools."""
     page_size = options.page_size
     page = jnp.take_along_axis(slots.table, (slots.position // page_size)[:, None], axis=1)[:, 0]
@@ -171,8 +180,12 @@ def _forward(
 
     tokens, positions = slots.token[:, None], slots.position[:, None]
     execution = Execution(options.activations, options.rounds, mesh=mesh, rowwise=rowwise)
-    hidden, pools, _ = run(model, tokens, positions, attend, pools, execution=execution, adapter=adapter)
-    return pools, rowwise(next_logprobs, hidden, slots.requests.sampling.temperature)
+    hidden, pools, values = run(
+        model, tokens, positions, attend, pools,
+        execution=execution, adapter=adapter, routing=experts.Routing(records=options.records_experts),
+    )  # fmt: skip
+    routes = None if values.chosen is None else experts.record(model.architecture, values.chosen)[:, 0]
+    return pools, Computed(rowwise(next_logprobs, hidden, slots.requests.sampling.temperature), routes)
 
 
 def _place(slots: Slots) -> Int[Array, " R"]:
@@ -183,7 +196,7 @@ def _place(slots: Slots) -> Int[Array, " R"]:
 
 def _append_tokens(
     state: DecodeState,
-    logprobs: Float[Array, "rows V"],
+    computed: Computed,
     decoding: Bool[Array, ""] | bool,
     num_rows: Int[Array, ""] | int,
     options: EngineOptions,
@@ -192,10 +205,10 @@ def _append_tokens(
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Samples a token for every active slot, and one after each right guess, into its output row.
 
-    The log-probabilities are of each slot, or of each row of `drafted`, whose guesses are verified. The active rows are
+    `computed` is of each slot, or of each row of `drafted`, whose guesses are verified. The active rows are
     among the first `num_rows`. Without `decoding` nothing changes. Returns the state, and which responses ended.
     """
-    slots, requests, outputs = state.slots, state.slots.requests, state.outputs
+    slots, requests, outputs, logprobs = state.slots, state.slots.requests, state.outputs, computed.logprobs
     rows = slots if drafted is None else drafted.slots
     # On accelerators all at a time: loops cost more there than the width of a step.
     at_a_time = token_lib.ROWS if options.attention in {"jnp", "invariant"} else len(logprobs)
@@ -203,7 +216,7 @@ def _append_tokens(
         logprobs, rows.requests.key, _place(rows), rows.requests.sampling, num_rows, at_a_time, mesh
     )
     row_of = None if drafted is None else jnp.minimum(drafted.row_of, len(logprobs) - 1)
-    tokens, logprobs = (x[:, None] if row_of is None else x[row_of] for x in drawn)
+    tokens, logprobs = (_of_slots(x, row_of) for x in drawn)
     is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[requests.prompt_row][:, None], axis=-1)
     active = slots.active & decoding
     right = jnp.zeros_like(slots.count)
@@ -218,6 +231,10 @@ def _append_tokens(
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
     row = jnp.where(appended, requests.output_row[:, None], outputs.length.shape[0])
     at = slots.count[:, None] + place
+    if (routes := state.routes) is not None:
+        new = at - outputs.start[requests.output_row][:, None]
+        of_responses = routes.of_responses.at[row, new].set(_of_slots(computed.routes, row_of), mode="drop")
+        state = state.replace(routes=routes.replace(of_responses=of_responses))
     outputs = outputs.replace(
         tokens=outputs.tokens.at[row, at].set(tokens, mode="drop"),
         logprobs=outputs.logprobs.at[row, at].set(logprobs, mode="drop"),
@@ -237,12 +254,17 @@ def _append_tokens(
     return state.replace(slots=slots, outputs=outputs, counts=counts), ended
 
 
+def _of_slots(x: Any, row_of: Int[Array, "S inputs"] | None) -> Any:
+    """Returns what rows have, by slot and input; without guesses each slot has one row."""
+    return x[:, None] if row_of is None else x[row_of]
+
+
 def decode_token(
     model: Decoder, state: DecodeState, *, options: EngineOptions, mesh: Mesh
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Decodes one token in every active slot, into its output row; also returns which responses ended with it."""
-    pools, logprobs = _forward(model, state.slots, state.pools, state.terms.adapter, options, mesh)
-    return _append_tokens(state.replace(pools=pools), logprobs, True, options.slots, options, mesh)
+    pools, computed = _forward(model, state.slots, state.pools, state.terms.adapter, options, mesh)
+    return _append_tokens(state.replace(pools=pools), computed, True, options.slots, options, mesh)
 
 
 def _active_first(slots: Slots) -> Slots:
@@ -263,6 +285,8 @@ def _begin_window(state: DecodeState, inputs: WindowInputs, options: EngineOptio
     new = jnp.where(jnp.arange(size) < inputs.count, inputs.requests.output_row, size)
     length = state.outputs.length.at[new].set(0, mode="drop")
     outputs = state.outputs.replace(start=length, length=length, status=jnp.full_like(state.outputs.status, RUNNING))
+    if state.routes is not None:
+        state = state.replace(routes=state.routes.replace(count=jnp.int32(0)))
     return state.replace(outputs=outputs, counts=jax.tree.map(jnp.zeros_like, state.counts))
 
 
@@ -301,47 +325,53 @@ def decode_window(
 
     def compute_logprobs(index, carry, num_rows, rows):
         """Computes the first `num_rows` rows; slicing by the loop's index keeps all of it inside the loop."""
-        pools, logprobs = carry
+        pools, computed = carry
         first = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * num_rows, num_rows), rows)
         pools, new = _forward(model, first, pools, adapters, options, mesh)
-        return pools, jax.lax.dynamic_update_slice_in_dim(logprobs, new, index * num_rows, axis=0)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * num_rows, axis=0)
+        return pools, jax.tree.map(put, computed, new)
 
     def prefill(_, carry, prompts, prompt_tokens):
-        pools, cached = carry
-        return prefill_chunk(model, prompts.replace(cached=cached), prompt_tokens, pools, adapters, options, mesh)
+        pools, routes, cached = carry
+        prompts = prompts.replace(cached=cached)
+        return prefill_chunk(model, prompts, prompt_tokens, pools, routes, adapters, options, mesh)
 
     def decode_step(carry):
-        state, logprobs, last_width, _ = carry
+        state, computed, last_width, _ = carry
         state = _refill(state, inputs.reserve, expected, options, mesh)
         num_ended = jnp.sum(state.outputs.status != RUNNING)
         go_on, prefilling, decoding = slots_lib.choose_work(state, state.counts.decode_steps, num_ended, options.window)
+        if state.routes is not None:  # the window ends before a chunk for whose routes it has no room
+            has_room = ~prefilling | (state.routes.count < options.most_prefilled)
+            go_on, prefilling, decoding = go_on & has_room, prefilling & has_room, decoding & has_room
         state = _take_pages(state, floor, decoding, options)
         width = jnp.where(go_on, _choose_width(state, widths), widths[-1])
         slots = jax.lax.cond(width < last_width, _active_first, lambda slots: slots, state.slots)
         # Loops of one iteration, or none: conditionals would copy all pages.
         one_chunk = functools.partial(prefill, prompts=state.prompts, prompt_tokens=state.prompt_tokens)
-        cached = state.prompts.cached
-        pools, cached = jax.lax.fori_loop(0, prefilling.astype(jnp.int32), one_chunk, (state.pools, cached))
+        prefilled = state.pools, state.routes, state.prompts.cached
+        pools, routes, cached = jax.lax.fori_loop(0, prefilling.astype(jnp.int32), one_chunk, prefilled)
         drafted, rows, size, num_rows = None, slots, width, width
         if state.drafts is not None:
             drafted = drafts_lib.draft_rows(state.replace(slots=slots), options)
             rows, size = drafted.slots, drafted.size
             num_rows = jnp.sum(rows.active, dtype=jnp.int32)
-        computed = pools, logprobs
         for each in reversed(step_sizes):
             one_pass = functools.partial(compute_logprobs, num_rows=each, rows=rows)
-            computed = jax.lax.fori_loop(0, (decoding & (size == each)).astype(jnp.int32), one_pass, computed)
-        pools, logprobs = computed
-        state = state.replace(slots=slots, prompts=state.prompts.replace(cached=cached), pools=pools)
+            wanted = (decoding & (size == each)).astype(jnp.int32)
+            pools, computed = jax.lax.fori_loop(0, wanted, one_pass, (pools, computed))
+        state = state.replace(slots=slots, prompts=state.prompts.replace(cached=cached), pools=pools, routes=routes)
         num_rows = jnp.where(decoding, num_rows, 0)
-        state, ended = _append_tokens(state, logprobs, decoding, num_rows, options, mesh, drafted)
-        return _end_responses(state, ended, inputs.park_reserve), logprobs, width, go_on
+        state, ended = _append_tokens(state, computed, decoding, num_rows, options, mesh, drafted)
+        return _end_responses(state, ended, inputs.park_reserve), computed, width, go_on
 
     # The last iteration refills and decodes nothing. So refilling and the choice of a width exist once in the program:
     # compiling takes most of the time of a start.
-    logprobs = jnp.zeros((step_sizes[-1], model.architecture.vocab_size), jnp.float32)
+    most_rows, architecture = step_sizes[-1], model.architecture
+    routes = jnp.asarray(experts.empty_record(architecture, most_rows)) if options.records_experts else None
+    computed = Computed(jnp.zeros((most_rows, architecture.vocab_size), jnp.float32), routes)
     state = jax.lax.while_loop(
-        lambda carry: carry[-1], decode_step, (state, logprobs, jnp.int32(options.slots), jnp.bool(True))
+        lambda carry: carry[-1], decode_step, (state, computed, jnp.int32(options.slots), jnp.bool(True))
     )[0]
     return state, _window_outputs(state, options.most_new_tokens)
 
@@ -357,4 +387,5 @@ def _window_outputs(state: DecodeState, most_new_tokens: int) -> WindowOutputs:
         free_pages=state.pool.available,
         prompt_length=state.prompts.length,
         counts=state.counts,
+        routes=state.routes,
     )

@@ -15,6 +15,7 @@ from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.page_budget import PageBudget
 from reinforce_ada_jax.sampling.pages import num_pages, own_pages
 from reinforce_ada_jax.sampling.prefixes import Prefixes
+from reinforce_ada_jax.sampling.routes import ReportedRoutes
 from reinforce_ada_jax.sampling.rows import ParkedTurn, Rows
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -44,6 +45,7 @@ class Scheduler:
         """Makes a scheduler without requests; prompts for which `adapter_of` gives one adapter share their prefixes."""
         self.options, self._adapter_of = options, adapter_of
         self.budget, self.rows, self._prefixes = PageBudget(options), Rows(options), Prefixes(options)
+        self._routes = ReportedRoutes(options) if options.records_experts else None
         self._lengths = Lengths(options.table_width)
         self._unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
         self._ready: collections.deque[Request] = collections.deque()  # of open prompts
@@ -186,6 +188,9 @@ class Scheduler:
             if request.continues in self.rows.parked:
                 self._close_parked(request.continues)
             tokens = np.concatenate([prompt.tokens, response.tokens])
+            if self._routes is not None:
+                assert response.experts is not None
+                self._routes.park(row, response.experts)
             self.rows.parked[request.continues] = ParkedTurn(row, prompt.id, tokens)
             of_prompt = self.rows.prompts[prompt.id], (len(prompt.tokens) - 1) // page_size
             self.budget.park(row, num_pages(len(tokens) - 1, page_size), *of_prompt)
@@ -268,6 +273,8 @@ class Scheduler:
         reserve = self.budget.submit_window((requests[0].prompt for requests in waiting), for_responses)
         park_reserve = reserve + max(self.options.table_width, for_responses)
         opened, self.opened = self.opened, []
+        if self._routes is not None:
+            self._routes.submit_window(opened)
         survivors = self._lengths.survivors()
         return window_inputs(self.options, entries, closing, opened, reserve, survivors, cancelled, park_reserve)
 
@@ -278,12 +285,15 @@ class Scheduler:
         """
         if self.options.check_invariants:
             invariants.check_outputs(outputs, self.rows)
-        if outputs.waiting and not outputs.counts.decode_steps:
+        has_prefilled = outputs.routes is not None and outputs.routes.count > 0
+        if outputs.waiting and not (outputs.counts.decode_steps or has_prefilled):
             raise RuntimeError(
                 f"{outputs.waiting} requests wait and none can start: the pool of {self.options.pages} pages has no "
                 "room for one response beside the open prompts. Raise sampling.pages."
             )
         self.rows.write(outputs.rows)
+        if self._routes is not None:
+            self._routes.read_window(outputs)
         responses = []
         status = outputs.rows.status
         for row in np.flatnonzero(status != RUNNING).tolist():
@@ -306,9 +316,12 @@ class Scheduler:
 
     def _response(self, row: int, policy_version: int, *, truncated: bool, is_cut: bool) -> Response:
         request, (tokens, logprobs) = self.rows.in_flight[row], self.rows.response(row)
+        experts = None
+        if self._routes is not None and not is_cut:  # what is cut is prefilled again before it goes on
+            experts = self._routes.response(self.rows.prompts[request.prompt.id], row, len(tokens))
         return Response(
             prompt_id=request.prompt.id, draw=request.draw, tokens=tokens.copy(), logprobs=logprobs.copy(),
-            truncated=truncated, policy_version=policy_version, is_cut=is_cut,
+            truncated=truncated, policy_version=policy_version, is_cut=is_cut, experts=experts,
         )  # fmt: skip
 
     def check(self, state: Occupancy, unread: Sequence[WindowOutputs]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Float, Int, UInt, UInt32
 
+from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.sampling import pages as pages_lib
@@ -179,6 +180,20 @@ class Drafts(Record):
     counts: Int[ArrayLike, "R 2"]  # recent guesses for each open prompt, and the right ones of them
 
 
+class Routes(Record):
+    """Experts of the tokens that a window computed, by layer: of a model with experts, for the learner's forward pass.
+
+    Those of a response are of the inputs of its tokens: the prompt's last token, and all tokens of the response but the
+    last. As those of `Outputs`, they begin with the input of the token at `start`.
+    """
+
+    of_responses: UInt[ArrayLike, "O new LC"]
+    of_prompts: UInt[ArrayLike, "N LC"]  # of prefilled tokens, in the order of the chunks
+    row: Int[ArrayLike, " N"]  # prompt row of each; beyond the rows in padding
+    position: Int[ArrayLike, " N"]  # in the prompt
+    count: Int[ArrayLike, ""]  # of prefilled tokens, padding of chunks included
+
+
 class WindowCounts(Record):
     """Work of one window; None where the engine guesses nothing."""
 
@@ -208,6 +223,7 @@ class DecodeState(Occupancy):
     terms: PromptTerms
     counts: WindowCounts
     drafts: Drafts | None = None  # None: the engine guesses nothing
+    routes: Routes | None = None  # of this window; None: they are not recorded
 
 
 def occupancy(state: DecodeState) -> Occupancy:
@@ -223,6 +239,7 @@ class WindowOutputs(Record):
     free_pages: Int[ArrayLike, ""]  # at the end of the window
     prompt_length: Int[ArrayLike, " R"]  # of each prompt row at the end of the window; above 1 where a turn is parked
     counts: WindowCounts
+    routes: Routes | None = None
     agreed: Int[ArrayLike, "2"] | None = None  # largest vote, most steps of a replica in the window before
 
 
@@ -268,6 +285,7 @@ class EngineOptions:
     row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)
     token_time: float = 0.0  # likewise of reading a cached token
     keep_drafts: bool = False  # texts of earlier iterations, too
+    records_experts: bool = False  # windows report the experts of each token (`Routes`)
     tail: tuple[int, ...] = ()  # each n: with an empty queue, a step may compute 1/n of the slots
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
@@ -303,6 +321,11 @@ class EngineOptions:
     def most_new_tokens(self) -> int:
         """Tokens that a response may get in a window."""
         return min(self.max_response_tokens, self.window * (1 + self.drafts))
+
+    @property
+    def most_prefilled(self) -> int:
+        """Tokens that a window may prefill where it records their experts."""
+        return self.window * self.prefill_tokens
 
     @property
     def table_width(self) -> int:
@@ -374,6 +397,14 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
             row=jnp.zeros(o.open_prompts, jnp.int32),
             counts=jnp.zeros((o.open_prompts, 2), jnp.int32),
         )
+    routes = None
+    if o.records_experts:
+        of_responses, of_prompts = (
+            experts.empty_record(architecture, *shape)
+            for shape in ((o.output_rows, o.most_new_tokens), (o.most_prefilled,))
+        )
+        place = jnp.zeros(o.most_prefilled, jnp.int32)
+        routes = Routes(jnp.asarray(of_responses), jnp.asarray(of_prompts), place, place, zero)
     return DecodeState(
         **vars(empty_occupancy(o)),
         pools=(empty_pages(shape, dtype), empty_pages(shape, dtype)),
@@ -389,4 +420,5 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
         terms=jax.tree.map(jnp.asarray, default_terms(o)),
         counts=counts,
         drafts=drafts,
+        routes=routes,
     )

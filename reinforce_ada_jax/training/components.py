@@ -247,6 +247,7 @@ def engine_options(
         keep_drafts=not deterministic(config),
         tail=choose_tail(architecture),
         check_invariants=sampling.check_invariants,
+        records_experts=architecture.num_experts > 0,
     )
     pages = options.pages or max(enough_pages(options), least_pages(config))
     options = dataclasses.replace(options, pages=pages)
@@ -300,8 +301,8 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
         lora.adapter_shapes(architecture, adapters)  # before any weight is read
     slots, reason = choose_slots(config, architecture, jax.default_backend(), strategy)
     options = engine_options(config, architecture, tokenizer.stop_ids, slots)
-    if strategy is None:  # weights may be read in the type of decoding: no second copy of them
-        options = dataclasses.replace(options, apart=False)
+    if strategy is None:  # weights may be read in the type of decoding: no second copy of them; and nobody learns
+        options = dataclasses.replace(options, apart=False, records_experts=False)
     options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)

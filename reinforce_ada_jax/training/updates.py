@@ -113,6 +113,7 @@ def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batc
         num_rows=learner.micro_rows,
         per_row=config.learning.responses_per_row,
         regularized=regularizes_first_rounds(config, strategy),
+        architecture=learner.architecture,
     )
     if config.learning.kl_coefficient:
         micro = dataclasses.replace(micro, reference_logprobs=micro.behaviour_logprobs)
@@ -165,6 +166,7 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
             per_row=config.learning.responses_per_row,
             micro_rows=None if config.regularized else run.learner.micro_rows,
             regularized=regularizes_first_rounds(config, run.strategy),
+            architecture=run.learner.architecture,
         )
         if minibatches:
             before = minibatches[-1].batch
@@ -184,7 +186,8 @@ def _scored(run: Run, state: RunState, batch: Batch) -> Batch:
         batch = dataclasses.replace(batch, old_logprobs=learner.score(run.policy(state), batch, agree))
     if run.reference is None:
         return batch
-    return dataclasses.replace(batch, reference_logprobs=learner.score(run.reference, batch, agree))
+    scored = learner.score(run.reference, dataclasses.replace(batch, experts=None), agree)  # its own experts
+    return dataclasses.replace(batch, reference_logprobs=scored)
 
 
 def update_programs(
@@ -197,12 +200,14 @@ def update_programs(
     """
     scored = abstract_batch(config, strategy, learner)
     batch = dataclasses.replace(scored, reference_logprobs=None)
+    without_experts = dataclasses.replace(batch, experts=None)
     policy = learner.policy(state.params, base)
     state, policy, base, reference = abstract((state, policy, base, reference))
     programs = learner.update.programs(state, scored, base)
-    for name, weights in (("reference", reference), ("policy", None if scores_in_update(config) else policy)):
+    of_policy = None if scores_in_update(config) else policy
+    for name, weights, rows in (("reference", reference, without_experts), ("policy", of_policy, batch)):
         if weights is not None:
-            scores = learner.score_programs(weights, batch)
+            scores = learner.score_programs(weights, rows)
             programs |= {f"{program} of the {name}": lower for program, lower in scores.items()}
     return programs
 

@@ -39,6 +39,20 @@ def test_a_shard_is_read_as_it_was_written():
     assert from_bytes(to_bytes(CollectedShard([])), []).pools == []
 
 
+def test_recorded_experts_come_back():
+    def with_experts(prompt_id, draw, dtype):
+        record = np.arange(4 * (draw + 2), dtype=dtype).reshape(draw + 2, 4)
+        return dataclasses.replace(response(prompt_id, draw), experts=record)
+
+    for dtype in (np.uint8, np.uint16):
+        pool = Pool(PROMPTS[0], (with_experts("p0", 0, dtype), response("p0", 1)), (Verdict(True, 1.0),) * 2, 1, True)
+        partial = {"n0": PartialRollouts((None, with_experts("n0", 2, dtype)), (), 0, (2,))}
+        shard = CollectedShard([pool], partial)
+        found = from_bytes(to_bytes(shard), PROMPTS)
+        assert described(found) == described(shard)
+        assert found.pools[0].responses[0].experts.dtype == dtype and found.pools[0].responses[1].experts is None
+
+
 def test_segments_of_a_trajectory_come_back():
     trajectory = Response("p0", 0, np.arange(3, dtype=np.int32), LOGPROBS, truncated=False, segments=(1, 1, 1))
     pool = Pool(PROMPTS[0], (trajectory, response("p0", 1)), (Verdict(True, 1.0), Verdict(False, 0.0)), 1, True)

@@ -1,5 +1,7 @@
 """Responses become rows of a batch: the layout, literally, and no response or row is lost."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.training.updates import examples
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+from tests.policy import recording
 
 
 def response(tokens, logprobs):
@@ -36,6 +39,25 @@ def test_layout():
     np.testing.assert_array_equal(batch.old_logprobs, batch.behaviour_logprobs)
     assert {x.dtype.name for x in jax.tree.leaves(batch)} == {"int32", "float32", "bool"}
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(batch))
+
+
+def test_recorded_experts_stand_at_their_tokens():
+    architecture = recording.golden("qwen3_moe")[0]  # two layers, two experts of a token
+
+    def with_experts(row, first):
+        size = len(row.prompt) + len(row.response.tokens) - 1
+        record = first + np.arange(4 * size, dtype=np.uint8).reshape(size, 4)
+        return row._replace(response=dataclasses.replace(row.response, experts=record))
+
+    rows = with_experts(ROWS[0], 0), ROWS[1], with_experts(ROWS[0], 100)
+    batch = make_batch(rows, max_prompt_tokens=6, max_response_tokens=9, per_row=3, architecture=architecture)
+    assert len(batch.tokens) == 1
+    for segment, row in enumerate(rows):
+        record, own = row.response.experts, batch.experts[0][batch.segment_ids[0] == segment]
+        np.testing.assert_array_equal(own[:-1], 255 if record is None else record)
+        np.testing.assert_array_equal(own[-1], 255)  # the last token of a response is no input of the sampler
+    assert (batch.experts[batch.segment_ids == 3] == 255).all()
+    assert make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4).experts is None
 
 
 def test_advantages_of_large_rewards():

@@ -26,6 +26,7 @@ from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.types import Response
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
+from tests.policy.recording import replaying
 
 PROMPT, RESPONSE, ROWS = 112, 400, 4  # rows of 512 tokens
 # A step that is smooth in the gradient, and a first moment that is the gradient.
@@ -75,7 +76,8 @@ def results(family, axes=(), rank=0, per_row=5):
     base = jax.device_put(params, transformer.param_shardings(architecture, of.mesh)) if rank else None
     trained = random_adapters(architecture) if rank else params
     trained = jax.device_put(jax.tree.map(np.array, trained), of.param_shardings)
-    placed = of.put(batch(per_row))
+    rows = batch(per_row)
+    placed = of.put(replaying(architecture, rows) if architecture.num_experts else rows)
     scores = np.concatenate(of.score(of.policy(trained, base), placed))
     state, metrics = of.update(of.init(trained), placed, base)
     return scores, jax.device_get(optax.tree_utils.tree_get(state.optimizer, "mu")), jax.device_get(metrics)

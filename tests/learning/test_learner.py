@@ -26,12 +26,13 @@ from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.loss import LossConfig, aggregate, clipped_policy_loss, denominators, kl_estimate
 from reinforce_ada_jax.learning.update import num_live
-from reinforce_ada_jax.policy import lora, transformer
+from reinforce_ada_jax.policy import experts, lora, transformer
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Response
 from tests.compiled_collectives import by_loop
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
+from tests.policy.recording import replaying
 
 ARCHITECTURE, PARAMS, _ = recording.golden("qwen2")
 TEMPERATURE = 0.7
@@ -456,12 +457,28 @@ def assert_eight_devices_are_one(of_eight):
 def test_experts_on_several_devices_are_those_of_one(family, mesh, gathers):
     architecture, params, _ = recording.golden(family)
     alone, spread = learner(architecture=architecture), learner(2, mesh, gathers=gathers, architecture=architecture)
-    rows = batch().replace(old_logprobs=score(alone, batch(), params))
+    rows = replaying(architecture, batch())
+    rows = rows.replace(old_logprobs=score(alone, rows, params))
     (one, one_metrics), (several, metrics) = updated(alone, rows, params), updated(spread, rows, params)
     assert_trees_close(gradient(several), gradient(one), rtol=1e-5, atol=1e-5)
     assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradient(one)))
     assert_trees_close(several.params, one.params, rtol=1e-5, atol=1e-5)
     assert_trees_close(metrics, one_metrics, rtol=1e-5, atol=1e-5)
+
+
+def test_the_record_decides_which_experts_score_a_token():
+    architecture, params, _ = recording.golden("qwen3_moe")
+    of, rows = learner(architecture=architecture), replaying(architecture, batch())
+    positions = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1]), rows.tokens.shape)
+    values = transformer.run(
+        transformer.merge(architecture, params), rows.tokens, positions, transformer.causal_attend,
+        execution=transformer.Execution(jnp.float32), routing=experts.Routing(records=True),
+    )[2]  # fmt: skip
+    own = score(of, rows.replace(experts=np.asarray(experts.record(architecture, values.chosen))), params)
+    np.testing.assert_allclose(own, score(of, batch(), params), atol=1e-6)
+    nothing = score(of, rows.replace(experts=experts.empty_record(architecture, *rows.tokens.shape)), params)
+    np.testing.assert_allclose(nothing, own, atol=1e-6)
+    assert np.abs(score(of, rows, params) - own).max() > 0.01
 
 
 @pytest.mark.parametrize(("family", "per_row"), [("olmoe", 1), ("gpt_oss", 3)])
@@ -476,7 +493,10 @@ def test_the_load_of_experts_is_that_of_sequences_without_padding(family, per_ro
         tokens = rows.tokens[row][rows.segment_ids[row] == segment][None]
         if tokens.size:
             _, load = transformer.hidden_states_and_load(
-                model, tokens, execution=transformer.Execution(jnp.float32), counted=jnp.ones(tokens.shape, bool)
+                model,
+                tokens,
+                execution=transformer.Execution(jnp.float32),
+                routing=experts.Routing(counted=jnp.ones(tokens.shape, bool)),
             )
             assert load.sum() == 2 * architecture.experts_per_token * tokens.size
             total += np.asarray(load)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from reinforce_ada_jax.policy import huggingface, layers, transformer
+from reinforce_ada_jax.policy import experts, huggingface, layers, transformer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 FAMILIES = (
@@ -118,3 +118,14 @@ def check_greedy(architecture, params, recording):
 
 
 CHECKS = (check_modules, check_layer, check_logits, check_greedy)
+
+
+def replaying(architecture, rows):
+    """Rows with random experts for two of three tokens, and none for the others."""
+    rng, count = np.random.default_rng(0), architecture.experts_per_token
+    record = experts.empty_record(architecture, *rows.tokens.shape)
+    for place in zip(*np.nonzero(rng.random(rows.tokens.shape) < 2 / 3), strict=True):
+        record[place] = np.concatenate(
+            [rng.permutation(architecture.num_experts)[:count] for _ in range(architecture.num_layers)]
+        )
+    return rows.replace(experts=record)

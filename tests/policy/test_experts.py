@@ -39,12 +39,23 @@ def example():
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
 
-def token_by_token(architecture, x, router, gate, up, down):
+@functools.cache
+def recorded():
+    """Two experts of each token of the example; the last token of each row has no record."""
+    rng = np.random.default_rng(3)
+    record = np.array([rng.permutation(5)[:2] for _ in range(21)], np.uint8).reshape(3, 7, 2)
+    record[:, -1] = experts.empty_record(ARCHITECTURE, 3)
+    return record
+
+
+def token_by_token(architecture, x, router, gate, up, down, record=None):
     result = np.zeros(x.shape)
     for place in np.ndindex(x.shape[:2]):
         token = np.asarray(x[place], np.float64)
         odds = np.exp(token @ router)
         chosen = np.argsort(-odds)[: architecture.experts_per_token]
+        if record is not None and place[1] < 6:
+            chosen = record[place]
         weights = odds[chosen] / (odds[chosen] if architecture.renormalizes_experts else odds).sum()
         for expert, weight in zip(chosen, weights, strict=True):
             activation = token @ gate[expert] / (1 + np.exp(-(token @ gate[expert])))
@@ -64,6 +75,18 @@ def test_the_softmax_is_over_all_experts():
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, RENORMALIZED], ids=["plain", "renormalized"])
 def test_the_sum_is_that_of_each_token_alone(architecture):
     np.testing.assert_allclose(compute(architecture, *example()), token_by_token(architecture, *example()), atol=2e-5)
+
+
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, RENORMALIZED], ids=["plain", "renormalized"])
+def test_recorded_experts_have_the_weights_of_this_router(architecture):
+    ours = mixture(architecture, *example(), replayed=recorded())[0]
+    np.testing.assert_allclose(ours, token_by_token(architecture, *example(), record=recorded()), atol=2e-5)
+
+
+def test_a_record_has_room_for_no_expert():
+    for count, dtype in ((254, np.uint8), (255, np.uint16), (4096, np.uint16)):
+        record = experts.empty_record(dataclasses.replace(ARCHITECTURE, num_experts=count), 1)
+        assert record.dtype == dtype and (record >= count).all()
 
 
 def test_the_chosen_experts_are_those_with_the_largest_logits():
@@ -145,11 +168,16 @@ def test_a_token_of_padding_reaches_no_other():
     np.testing.assert_allclose(spoiled[kept], compute(ARCHITECTURE, x, *weights)[kept], atol=1e-6)
 
 
-def test_gradients_are_those_of_the_sum_over_all_experts():
+@pytest.mark.parametrize("replayed", [None, recorded()], ids=["chosen", "replayed"])
+def test_gradients_are_those_of_the_sum_over_all_experts(replayed):
     def dense(x, router, gate, up, down):
         probabilities = jax.nn.softmax(jnp.einsum("BTD,DE->BTE", x, router))
         least = jnp.sort(probabilities, axis=-1)[..., -2:-1]
-        weights = jnp.where(probabilities >= jnp.broadcast_to(least, probabilities.shape), probabilities, 0)
+        is_chosen = probabilities >= jnp.broadcast_to(least, probabilities.shape)
+        if replayed is not None:
+            is_replayed = (replayed[..., None] == jnp.arange(5)[None, None, None]).any(2)
+            is_chosen = is_chosen.at[:, :-1].set(is_replayed[:, :-1])
+        weights = jnp.where(is_chosen, probabilities, 0)
         activation = jax.nn.silu(jnp.einsum("BTD,EDX->BTEX", x, gate)) * jnp.einsum("BTD,EDX->BTEX", x, up)
         return jnp.einsum("BTEX,EXD,BTE->BTD", activation, down, weights)
 
@@ -158,7 +186,7 @@ def test_gradients_are_those_of_the_sum_over_all_experts():
             *example()
         )
 
-    grouped = gradients(lambda *arguments: experts.mixture(ARCHITECTURE, *arguments)[0])
+    grouped = gradients(lambda *arguments: experts.mixture(ARCHITECTURE, *arguments, replayed=replayed)[0])
     for ours, wanted in zip(grouped, gradients(dense), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-4)
         assert np.abs(wanted).max() > 0.1
@@ -167,7 +195,7 @@ def test_gradients_are_those_of_the_sum_over_all_experts():
 def test_the_golden_notices_a_softmax_of_the_chosen_alone(monkeypatch):
     architecture, params, recorded = recording.golden("olmoe")
 
-    def softmax_after(architecture, logits):
+    def softmax_after(architecture, logits, replayed=None):
         largest, chosen = jax.lax.top_k(logits, architecture.experts_per_token)
         return jax.nn.softmax(largest), chosen
 

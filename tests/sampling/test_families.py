@@ -13,7 +13,7 @@ from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.sampling.engine import Engine, enough_pages
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from tests.policy import recording
-from tests.sampling import tiny
+from tests.sampling import test_routes, tiny
 
 # Each family once: each size of `tensor` and each kind of attention with several.
 FAST = [
@@ -60,7 +60,8 @@ def in_rows(pools):
 def check_logprobs(family, tensor, **changes):
     architecture, params, _ = recording.golden(family)
     mesh = mesh_lib.make_mesh(tensor=tensor)
-    options = dataclasses.replace(tiny.OPTIONS, slots=4, **changes)
+    has_experts = architecture.num_experts > 0
+    options = dataclasses.replace(tiny.OPTIONS, slots=4, records_experts=has_experts, **changes)
     options = dataclasses.replace(options, pages=enough_pages(options))
     engine = Engine(architecture, options, mesh=mesh)
     rollouts = Rollouts(engine)
@@ -74,6 +75,8 @@ def check_logprobs(family, tensor, **changes):
     for row, (start, response) in enumerate(drawn):
         places = start - 1 + np.arange(len(response.tokens)), response.tokens
         np.testing.assert_allclose(response.logprobs, logprobs[row][places], rtol=0, atol=1e-4)
+    if has_experts:
+        test_routes.check(architecture, params, pools)
     return engine
 
 
