@@ -78,6 +78,12 @@ def _weight_itemsize(dtype: str, weight_dtype: str) -> int:
     return jnp.dtype(dtype if weight_dtype == "model" else weight_dtype).itemsize
 
 
+def seen_tokens(a: Architecture, tokens: float) -> float:
+    """Returns how many of these tokens the next one sees, in the mean over layers: in sliding ones at most a window."""
+    share = len(a.sliding_layers) / a.num_layers
+    return tokens if not a.window else (1 - share) * tokens + share * min(tokens, a.window)
+
+
 def decode_weight_bytes(a: Architecture, dtype: str, weight_dtype: str = "model") -> int:
     """Returns the bytes of weights that a decode step reads: all but an embedding that isn't also the output head.
 
@@ -115,8 +121,9 @@ def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: fl
     """
     adapters = _adapter_weights(a, o)
     matrices = a.num_layers * a.layer_weights(active=True) + a.vocab_size * a.hidden_size + adapters
-    attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
-    cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
+    seen = seen_tokens(a, mean_context)
+    attention = 4 * a.num_heads * a.head_dim * a.num_layers * seen
+    cache = o.slots * seen * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     weights = decode_weight_bytes(a, o.dtype, o.weight_dtype) + adapters * jnp.dtype(o.dtype).itemsize
     return ProgramCost(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
 
@@ -127,7 +134,7 @@ def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens:
     It is counted as in `decode_step`, without the head; each token counts with all tokens of its prompt.
     """
     matrices, adapters = a.num_layers * a.layer_weights(active=True), _adapter_weights(a, o)
-    attention = 4 * a.num_heads * a.head_dim * a.num_layers * prompt_tokens
+    attention = 4 * a.num_heads * a.head_dim * a.num_layers * seen_tokens(a, prompt_tokens)
     positions = o.prefill_tokens
     weights = (
         a.num_layers * a.layer_weights() * _weight_itemsize(o.dtype, o.weight_dtype)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.policy.transformer import FULL_LAYER, Decoder, Execution, LayerPlace, run
+from reinforce_ada_jax.sampling import rings as rings_lib
 from reinforce_ada_jax.sampling.page_writes import write_tokens
 from reinforce_ada_jax.sampling.paged_attention import (
     Pages,
@@ -59,13 +60,23 @@ def next_chunk(prompts: Prompts, num_tokens: int) -> tuple[Chunk, Int[Array, " R
     return Chunk(row=order[index], position=position, wanted=wanted), prompts.cached.at[order].add(taken)
 
 
-def visible_pages(table: Int[Array, "C width"], lengths: Int[Array, " C"], page_size: int, pages: int) -> VisiblePages:
+def visible_pages(
+    table: Int[Array, "C width"],
+    lengths: Int[Array, " C"],
+    page_size: int,
+    pages: int,
+    start: Int[Array, " C"] | None = None,
+) -> VisiblePages:
     """Returns the pages of the first `lengths[c]` tokens of each table; `pages` is their number in the pool.
 
-    They are in the order of the tables, not of page numbers: those depend on history, and sums must not.
+    With `start` they are those of the tokens from there on, and the pages of a table may be a ring. They are in the
+    order of the tables, not of page numbers: those depend on history, and sums must not.
     """
     column = jnp.broadcast_to(jnp.arange(table.shape[1])[None], table.shape).reshape(-1)
-    page = jnp.where(column < jnp.repeat(num_pages(lengths, page_size), table.shape[1]), table.reshape(-1), NULL)
+    is_seen = column < jnp.repeat(num_pages(lengths, page_size), table.shape[1])
+    if start is not None:
+        is_seen = is_seen & (column >= jnp.repeat(start // page_size, table.shape[1]))
+    page = jnp.where(is_seen, table.reshape(-1), NULL)
     place = jnp.arange(page.shape[0])
     first_place = jnp.full(pages, page.shape[0]).at[page].min(place)
     is_first = (page != NULL) & (first_place[page] == place)
@@ -152,13 +163,26 @@ def prefill_chunk(
     """Prefills up to `options.prefill_tokens` tokens of prompts; returns pages, routes and `Prompts.cached` then."""
     chunk, cached = next_chunk(prompts, options.prefill_tokens)
     backend, page_size, table = options.attention, options.page_size, prompts.table[chunk.row]
-    page = jnp.take_along_axis(table, (chunk.position // page_size)[:, None], axis=1)[:, 0]
-    page = jnp.where(chunk.wanted, page, NULL)
-    lengths = jnp.where(chunk.wanted, chunk.position + 1, 0)
-    visible = visible_pages(table, lengths, page_size, options.pages)
+    layout, lengths = rings_lib.layout(model.architecture, options), jnp.where(chunk.wanted, chunk.position + 1, 0)
+
+    def page_of(table):
+        page = jnp.take_along_axis(table, (chunk.position // page_size)[:, None], axis=1)[:, 0]
+        return jnp.where(chunk.wanted, page, NULL)
+
+    of_pool = table, page_of(table), visible_pages(table, lengths, page_size, options.pages)
+    of_rings = None
+    if layout.rings is not None:
+        in_rings = layout.rings.prompt_table(chunk.row, table.shape[1])
+        start = jnp.maximum(lengths - options.ring_window, 0)
+        visible = visible_pages(in_rings, lengths, page_size, layout.rings.pages, start)
+        of_rings = in_rings, page_of(in_rings), visible
 
     def attend(query, key, value, layer, pools):
-        first = layer.number * options.pages
+        first, (table, page, visible) = layout.first_page(layer), of_pool
+        if of_rings is not None:
+            table, page, visible = jax.tree.map(
+                lambda ring, pool: _choose_padded(layer.slides, ring, pool), of_rings, of_pool
+            )
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, chunk.position % page_size, mesh)
         if backend == "invariant":  # as in decoding
             mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend, layer=layer)
@@ -176,6 +200,13 @@ def prefill_chunk(
     if routes is not None and values.chosen is not None:
         routes = _with_chunk(routes, chunk, experts.record(model.architecture, values.chosen)[:, 0])
     return pools, routes, cached
+
+
+def _choose_padded(wanted: Bool[Array, ""], one: Array, other: Array) -> Array:
+    """Returns one of two arrays, which may have different lengths: both are padded with 0."""
+    size = max(len(one), len(other)) if one.ndim else 0
+    one, other = (jnp.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1)) if size else x for x in (one, other))
+    return jnp.where(wanted, one, other)
 
 
 def _with_chunk(routes: Routes, chunk: Chunk, recorded: UInt[Array, "C LC"]) -> Routes:

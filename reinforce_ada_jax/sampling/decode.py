@@ -23,12 +23,14 @@ from reinforce_ada_jax.policy.transformer import Decoder, Execution, causal_atte
 from reinforce_ada_jax.sampling import admission, draft_choice
 from reinforce_ada_jax.sampling import drafts as drafts_lib
 from reinforce_ada_jax.sampling import pages as pages_lib
+from reinforce_ada_jax.sampling import rings as rings_lib
 from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.chunks import prefill_chunk
 from reinforce_ada_jax.sampling.page_writes import copy_pages, fill_pages, write_tokens
 from reinforce_ada_jax.sampling.paged_attention import Pools, choose_rowwise, paged_attention
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
+from reinforce_ada_jax.sampling.rings import Layout
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
     STOPPED,
@@ -109,7 +111,12 @@ def insert(
 
 
 def _refill(
-    state: DecodeState, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"], options: EngineOptions, mesh: Mesh
+    state: DecodeState,
+    reserve: Int[Array, ""],
+    expected: Int[Array, "rows ahead"],
+    layout: Layout,
+    options: EngineOptions,
+    mesh: Mesh,
 ) -> DecodeState:
     """Starts requests from the head of the queue in idle slots, as `slots.start` does."""
     before = state.slots.active
@@ -117,11 +124,12 @@ def _refill(
 
     def start(small, _):
         small = slots_lib.start(small, options.page_size, reserve, expected)
-        return small, slots_lib.first_pages(small, ~before, options.page_size)
+        copied, count = slots_lib.first_pages(small, ~before, options.page_size, layout.rings)
+        return small, (*(layout.of_layers(*numbers) for numbers in copied), count)
 
-    nothing = jnp.zeros_like(state.slots.shared)
+    nothing = jnp.zeros((len(layout.first), options.slots), jnp.int32)
     state, (source, target, count) = _change(state, wanted, start, (nothing, nothing, jnp.int32(0)))
-    return state.replace(pools=copy_pages(state.pools, options.pages, source, target, count, mesh))
+    return state.replace(pools=copy_pages(state.pools, source, target, count, mesh))
 
 
 def _take_pages(
@@ -161,17 +169,23 @@ def _forward(
     model: Decoder, slots: Slots, pools: Pools, adapters: Int[Array, " R"], options: EngineOptions, mesh: Mesh
 ) -> tuple[Pools, Computed]:
     """Computes log-probabilities of the next token of some slots; keys and values of the last one go into the pools."""
-    page_size = options.page_size
-    page = jnp.take_along_axis(slots.table, (slots.position // page_size)[:, None], axis=1)[:, 0]
-    page = jnp.where(slots.active, page, NULL)
+    page_size, layout = options.page_size, rings_lib.layout(model.architecture, options)
+
+    def page_of(table):
+        page = jnp.take_along_axis(table, (slots.position // page_size)[:, None], axis=1)[:, 0]
+        return jnp.where(slots.active, page, NULL)
+
+    in_rings = None if layout.rings is None else layout.rings.slot_table(slots)
+    page, ring_page = page_of(slots.table), None if in_rings is None else page_of(in_rings)
     lengths = jnp.where(slots.active, slots.position + 1, 0)
     adapter = jnp.where(slots.active, adapters[slots.requests.prompt_row], -1)
     rowwise = choose_rowwise(options.attention, slots.active)
 
     def attend(query, key, value, layer, pools):
-        first = layer.number * options.pages
-        pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, slots.position % page_size, mesh)
-        table = first + slots.table
+        first = layout.first_page(layer)
+        written = first + layout.choose(layer, page, ring_page)
+        pools = write_tokens(pools, key[:, 0], value[:, 0], written, slots.position % page_size, mesh)
+        table = first + layout.choose(layer, slots.table, in_rings)
         mixed = paged_attention(query[:, 0], *pools, lengths, table, backend=options.attention, mesh=mesh, layer=layer)
         return mixed[:, None], pools, None
 
@@ -318,6 +332,7 @@ def decode_window(
     queue empty and few slots active (`options.widths`), only these are computed.
     """
     widths, step_sizes, adapters = options.widths, draft_choice.step_sizes(options), state.terms.adapter
+    layout = rings_lib.layout(model.architecture, options)
     state = _begin_window(state, inputs, options)
     # Prompts about to be opened count on `reserve` pages, or on as many as are free by now.
     floor = jnp.minimum(inputs.reserve, state.pool.available)
@@ -338,7 +353,7 @@ def decode_window(
 
     def decode_step(carry):
         state, computed, last_width, _ = carry
-        state = _refill(state, inputs.reserve, expected, options, mesh)
+        state = _refill(state, inputs.reserve, expected, layout, options, mesh)
         num_ended = jnp.sum(state.outputs.status != RUNNING)
         go_on, prefilling, decoding = slots_lib.choose_work(state, state.counts.decode_steps, num_ended, options.window)
         if state.routes is not None:  # the window ends before a chunk for whose routes it has no room

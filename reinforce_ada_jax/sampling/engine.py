@@ -32,6 +32,7 @@ from reinforce_ada_jax.sampling.programs import (
     num_replicas,
     weight_shardings,
 )
+from reinforce_ada_jax.sampling.rings import layout
 from reinforce_ada_jax.sampling.state import (
     DecodeState,
     EngineOptions,
@@ -242,8 +243,9 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of a replica's pages: keys and values of all layers."""
-        o = self.options
-        return o.pages * o.page_size * kv_token_bytes(self.architecture, o.activations, o.attention, o.kv_dtype)
+        o, architecture = self.options, self.architecture
+        of_all_layers = o.page_size * kv_token_bytes(architecture, o.activations, o.attention, o.kv_dtype)
+        return layout(architecture, o).total * of_all_layers // architecture.num_layers
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
 

@@ -109,20 +109,18 @@ def fill_pages(pools: Pools, prefix: Prefix, table: Int[Array, "B width"], mesh:
 
 def copy_pages(
     pools: Pools,
-    pages_per_layer: int,
-    source: Int[Array, " S"],
-    target: Int[Array, " S"],
+    source: Int[Array, "L S"],
+    target: Int[Array, "L S"],
     count: Int[Array, ""],
     mesh: Mesh | None = None,
 ) -> Pools:
-    """Copies page source[i] to target[i], all layers, for the first `count`: one loop iteration for each."""
-    layers = jnp.arange(pools[0].shape[1] // pages_per_layer) * pages_per_layer
+    """Copies page source[:, i] to target[:, i], of all layers, for the first `count`: one loop iteration for each."""
 
-    def copy(pools, source, target, layers):
+    def copy(pools, source, target):
         # All leading dimensions indexed, as in `write_token`: a slice here would copy the whole pool.
         heads = jnp.arange(pools[0].shape[0])[:, None]
-        new, old = (heads, (layers + target)[None]), (heads, (layers + source)[None])
+        new, old = (heads, target[None]), (heads, source[None])
         return jax.tree.map(lambda pool: pool.at[new].set(pool[old]), pools)
 
-    copy = on_own_part(copy, mesh, in_specs=(BY_HEAD, WHOLE, WHOLE, WHOLE), out_specs=BY_HEAD)
-    return jax.lax.fori_loop(0, count, lambda i, pools: copy(pools, source[i], target[i], layers), pools)
+    copy = on_own_part(copy, mesh, in_specs=(BY_HEAD, WHOLE, WHOLE), out_specs=BY_HEAD)
+    return jax.lax.fori_loop(0, count, lambda i, pools: copy(pools, source[:, i], target[:, i]), pools)

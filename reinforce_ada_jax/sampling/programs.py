@@ -16,6 +16,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.rounded import Rounded
 from reinforce_ada_jax.policy.transformer import Declared, Execution, Params, flatten, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode
+from reinforce_ada_jax.sampling.rings import layout
 from reinforce_ada_jax.sampling.state import EngineOptions, empty_state
 
 # Along these axes of the mesh decoding has copies of the weights; each copy has slots, pages and a queue of its own.
@@ -119,9 +120,9 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     """Returns the programs of an engine on `mesh`; the shardings of cast weights may be on other devices."""
     replicas, own = num_replicas(mesh), by_replica(mesh)
     by_kv_head = NamedSharding(mesh, PartitionSpec(*own.spec, "tensor"))
-    new_state = functools.partial(empty_state, options, architecture)
-    layout = jax.tree.map(lambda _: own, jax.eval_shape(new_state))
-    layout = layout.replace(pools=jax.tree.map(lambda _: by_kv_head, layout.pools))
+    new_state = functools.partial(empty_state, options, architecture, layout(architecture, options).total)
+    placed = jax.tree.map(lambda _: own, jax.eval_shape(new_state))
+    placed = placed.replace(pools=jax.tree.map(lambda _: by_kv_head, placed.pools))
     # The old state is donated: nobody reads it again, and the pages are updated in place. The layout of outputs is
     # fixed: a state with another layout would compile everything again.
     jit_program = functools.partial(jax.jit, donate_argnums=1)
@@ -155,11 +156,11 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     # The base is no argument: outputs of a program are new arrays, so it would be copied.
     as_adapters = functools.partial(cast_adapters, options=options)
     return Programs(
-        init_state=jax.jit(init_state, out_shardings=layout),
-        decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(layout, own)),
+        init_state=jax.jit(init_state, out_shardings=placed),
+        decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(placed, own)),
         prefill=jax.jit(prefill),
-        insert=jax.jit(insert, donate_argnums=0, out_shardings=layout),
-        decode_token=jit_program(decode_token, out_shardings=(layout, own)),
+        insert=jax.jit(insert, donate_argnums=0, out_shardings=placed),
+        decode_token=jit_program(decode_token, out_shardings=(placed, own)),
         cast_weights=jax.jit(functools.partial(as_decoded, options=options), out_shardings=cast_shardings),
         cast_adapters=jax.jit(as_adapters, out_shardings=lora.split(cast_shardings)[1]),
     )

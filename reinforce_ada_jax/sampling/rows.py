@@ -24,6 +24,7 @@ class Rows:
     """Row allocator of one replica."""
 
     def __init__(self, options: EngineOptions):
+        self._has_rings = options.ring_window > 0  # a turn's pages in rings are written over
         self.prompts: dict[str, int] = {}  # row of each open prompt, by its id
         self.closing = np.zeros(options.open_prompts, bool)  # rows of prompts that the next window releases
         self.parked: dict[str, ParkedTurn] = {}  # by the id of the next turn's prompt, the oldest first
@@ -53,7 +54,7 @@ class Rows:
         """Returns the output row that the response will fill; a turn gets a row to be parked in, if one is free."""
         row = self.free_output_rows.pop()
         self.in_flight[row], self.limit[row], self._since[row] = request, max_tokens, self._submitted
-        if request.continues and self.free_prompt_rows:
+        if request.continues and self.free_prompt_rows and not self._has_rings:
             self.park_rows[row] = self.free_prompt_rows.pop()
         return row
 

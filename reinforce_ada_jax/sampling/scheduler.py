@@ -141,7 +141,9 @@ class Scheduler:
         if turn is not None and np.array_equal(turn.tokens, prompt.tokens[: len(turn.tokens)]):
             cached = len(turn.tokens) - 1
             return OpenedPrompt(turn.row, prompt.tokens, turn.row, num_pages(cached, page_size), cached)
-        like, shared = self._prefixes.find(prompt.tokens, self._adapter_of(prompt))
+        like, shared = 0, 0
+        if not self.options.ring_window:  # of a common beginning, a ring has only what its prompt's last tokens see
+            like, shared = self._prefixes.find(prompt.tokens, self._adapter_of(prompt))
         return OpenedPrompt(-1, prompt.tokens, like, shared, shared * page_size)
 
     def _fits(self, prompt: Prompt, opened: OpenedPrompt, requests: int, *, after_closing: bool = False) -> bool:

@@ -3,7 +3,7 @@
 All arrays are small integers; decode.py has the keys and values.
 """
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from reinforce_ada_jax.sampling import admission
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
+from reinforce_ada_jax.sampling.rings import Rings
 from reinforce_ada_jax.sampling.state import (
     Occupancy,
     OpenedPrompts,
@@ -21,6 +22,14 @@ from reinforce_ada_jax.sampling.state import (
     Slots,
     WindowInputs,
 )
+
+
+class PageNumbers(NamedTuple):
+    """Pages of slots within a layer."""
+
+    of_pool: Int[Array, " S"]
+    of_rings: Int[Array, " S"] | None  # of sliding layers with rings
+
 
 State = TypeVar("State", bound=Occupancy)  # of the window, or its small records alone
 
@@ -138,16 +147,16 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
     table = jnp.where(column < shared[:, None], prompt_table, jnp.where(column == shared[:, None], own, NULL))
     started = Slots(
         active=True, requests=waiting, token=prompts.last_token[row], position=length - 1, count=0,
-        table=table, shared=shared, used=shared + 1,
+        table=table, shared=shared, used=shared + 1, ring=slots.ring,
     )  # fmt: skip
     queue = queue.replace(head=queue.head + jnp.sum(taken, dtype=jnp.int32))
     return state.replace(pool=pool, slots=choose_rows(taken, started, slots), queue=queue)
 
 
 def first_pages(
-    state: Occupancy, started: Bool[Array, " S"], page_size: int
-) -> tuple[Int[Array, " S"], Int[Array, " S"], Int[Array, ""]]:
-    """Returns the pages to copy for started slots, at the front: (sources, targets, number of copies).
+    state: Occupancy, started: Bool[Array, " S"], page_size: int, rings: Rings | None = None
+) -> tuple[tuple[PageNumbers, PageNumbers], Int[Array, ""]]:
+    """Returns the pages to copy for started slots, at the front: ((sources, targets), number of copies).
 
     A prompt's last page, if it is partly filled, is copied to the slot's first own page.
     """
@@ -156,8 +165,17 @@ def first_pages(
     last_page = prompts.table[slots.requests.prompt_row, jnp.minimum(slots.shared, prompts.table.shape[1] - 1)]
     first_own = jnp.take_along_axis(slots.table, slots.shared[:, None], axis=1)[:, 0]
     place = jnp.where(partly_filled, jnp.cumsum(partly_filled) - 1, partly_filled.shape[0])
-    source, target = (jnp.zeros_like(page).at[place].set(page, mode="drop") for page in (last_page, first_own))
-    return source, target, jnp.sum(partly_filled, dtype=jnp.int32)
+
+    def at_the_front(pages):
+        return jnp.zeros_like(pages).at[place].set(pages, mode="drop")
+
+    last_in_ring = first_in_ring = None
+    if rings is not None:
+        last_in_ring = at_the_front(rings.prompt_page(slots.requests.prompt_row, slots.shared))
+        first_in_ring = at_the_front(rings.slot_page(slots.ring, slots.shared))
+    source = PageNumbers(at_the_front(last_page), last_in_ring)
+    target = PageNumbers(at_the_front(first_own), first_in_ring)
+    return (source, target), jnp.sum(partly_filled, dtype=jnp.int32)
 
 
 def choose_work(state: Occupancy, decode_steps: Any, num_ended: Any, window: int) -> tuple[Any, Any, Any]:

@@ -156,6 +156,7 @@ class Slots(Record):
     table: Int[ArrayLike, "S width"]
     shared: Int[ArrayLike, " S"]  # leading table entries that belong to the prompt
     used: Int[ArrayLike, " S"]  # table entries in use; those from `shared` on are the slot's own
+    ring: Int[ArrayLike, " S"] | None = None  # its ring in sliding layers (rings.py); None: they have none
 
 
 class Outputs(Record):
@@ -285,6 +286,7 @@ class EngineOptions:
     row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)
     token_time: float = 0.0  # likewise of reading a cached token
     keep_drafts: bool = False  # texts of earlier iterations, too
+    ring_window: int = 0  # tokens that sliding layers see, whose pages are rings (rings.py); 0: pages of the pool
     records_experts: bool = False  # windows report the experts of each token (`Routes`)
     tail: tuple[int, ...] = ()  # each n: with an empty queue, a step may compute 1/n of the slots
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
@@ -374,6 +376,7 @@ def empty_occupancy(o: EngineOptions) -> Occupancy:
         slots=Slots(
             active=jnp.zeros(slots, bool), requests=requests(slots), token=integers(slots), position=integers(slots),
             count=integers(slots), table=integers(slots, o.table_width), shared=integers(slots), used=integers(slots),
+            ring=jnp.arange(slots, dtype=jnp.int32) if o.ring_window else None,
         ),
     )  # fmt: skip
 
@@ -384,10 +387,9 @@ def default_terms(o: EngineOptions) -> PromptTerms:
     return PromptTerms(stop_ids=stop_ids, adapter=np.full(o.open_prompts, -1, np.int32))
 
 
-def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
-    """Returns a state with no prompt open, no slot active, and every page free."""
-    layers_pages = architecture.num_layers * o.pages
-    shape = (architecture.num_kv_heads, layers_pages, o.page_size, padded_head_dim(architecture.head_dim, o.attention))
+def empty_state(o: EngineOptions, architecture: Architecture, total_pages: int) -> DecodeState:
+    """Returns a state with no prompt open, no slot active, and every page free, of `total_pages` of all layers."""
+    shape = (architecture.num_kv_heads, total_pages, o.page_size, padded_head_dim(architecture.head_dim, o.attention))
     dtype, zero = None if o.kv_dtype == "int8" else jnp.dtype(o.activations), jnp.int32(0)
     counts, drafts = WindowCounts(decode_steps=zero, busy=zero, redone=zero), None
     if o.drafts:

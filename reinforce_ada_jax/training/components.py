@@ -63,6 +63,7 @@ from reinforce_ada_jax.rewards.workers import Pair, VerifierPool
 from reinforce_ada_jax.sampling.draft_choice import with_drafts
 from reinforce_ada_jax.sampling.engine import Engine, choose_apart, choose_tail, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
+from reinforce_ada_jax.sampling.rings import choose_ring_window
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.environments import Environments
 from reinforce_ada_jax.training.reward_check import output_file, reward_columns
@@ -252,7 +253,7 @@ def engine_options(
     pages = options.pages or max(enough_pages(options), least_pages(config))
     options = dataclasses.replace(options, pages=pages)
     if not config.environment.path:
-        return options
+        return dataclasses.replace(options, ring_window=choose_ring_window(architecture, options))
     # A trajectory in flight needs two more rows: one for its messages so far, and one that keeps its turn for the next
     # turn. Its pages are those of a response: at most as many trajectories as slots are in flight.
     return dataclasses.replace(
@@ -301,8 +302,10 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
         lora.adapter_shapes(architecture, adapters)  # before any weight is read
     slots, reason = choose_slots(config, architecture, jax.default_backend(), strategy)
     options = engine_options(config, architecture, tokenizer.stop_ids, slots)
-    if strategy is None:  # weights may be read in the type of decoding: no second copy of them; and nobody learns
-        options = dataclasses.replace(options, apart=False, records_experts=False)
+    # Commands that do not train: weights may be read in the type of decoding, without a second copy of them; nobody
+    # learns from experts; and prompts with one system message share its pages, which rings cannot.
+    if strategy is None:
+        options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0)
     options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)

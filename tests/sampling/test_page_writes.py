@@ -38,8 +38,8 @@ def prompts_filled(pools, mesh):
 
 
 def pages_copied(pools, mesh):
-    source, target, count = jnp.array([1, 3, 1]), jnp.array([4, 2, 3]), jnp.int32(2)
-    return (lambda pools: copy_pages(pools, PAGES, source, target, count, mesh)), (pools,)
+    source, target = (PAGES * jnp.arange(LAYERS)[:, None] + jnp.array([pages]) for pages in ([1, 3, 1], [4, 2, 3]))
+    return (lambda pools: copy_pages(pools, source, target, jnp.int32(2), mesh)), (pools,)
 
 
 @pytest.mark.parametrize("dtype", ["float32", None], ids=["float32", "int8"])
