@@ -11,6 +11,7 @@ import io
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from reinforce_ada_jax.sampling.state import default_terms as no_terms
 # What process 0 asks the others to do: read the weights of a model; begin with an empty state; set the terms of
 # prompts; launch a window; send the outputs of the oldest window that was not read; end.
 _LOAD, _RESET, _TERMS, _WINDOW, _READ, _END = "load", "reset", "terms", "window", "read", "end"
+IDLE_S = 1.0
 
 
 def to_bytes(action: str, model: int, tree: Any = ()) -> bytes:
@@ -56,6 +58,30 @@ def ending_all() -> Iterator[None]:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(cli.STOPPED)
+
+
+class DeviceThread(threading.Thread):
+    """Thread that owns the devices of this process, until it is stopped."""
+
+    def __init__(self, wake: threading.Event):
+        """`wake` is set when there is something to do."""
+        super().__init__(name="devices", daemon=True)
+        self.wake, self._stopping = wake, threading.Event()
+
+    def repeat(self, turn: Callable[[], bool]) -> None:
+        """Takes turns, one after the other; waits after one that returns False. An error ends the process."""
+        with ending_all():
+            while not self._stopping.is_set():
+                self.wake.clear()
+                if not turn():
+                    self.wake.wait(IDLE_S)
+
+    def stop(self, within_s: float) -> bool:
+        """Ends the thread after the turn that it takes; returns False if that did not end in time."""
+        self._stopping.set()
+        self.wake.set()
+        self.join(within_s)
+        return not self.is_alive()
 
 
 class SharedEngine:

@@ -6,6 +6,7 @@ import dataclasses
 import hmac
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -108,6 +109,11 @@ def check_json_values(body: bytes, most: int) -> None:
         raise Refusal(
             413, f"the request has {found:,} commas, brackets and names, and {most:,} are allowed: send less at a time."
         )
+
+
+def on_signals(call: Callable[[], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: call())
 
 
 def end_process() -> NoReturn:

@@ -110,7 +110,7 @@ def test_an_early_error_is_no_answer(stream):
     app = App(ServerSettings("m=folder", api="openai", max_response_tokens=8), [served()], threading.Event())
 
     async def ask():
-        app.set_ready({"m": Backend(FailingSampler(), mock.Mock(spec=ScoreQueue))})
+        app.backends = {"m": Backend(FailingSampler(), mock.Mock(spec=ScoreQueue))}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app.asgi()), base_url="http://test") as client:
             body = {"model": "m", "prompt": [3], "max_tokens": 1, "stream": stream}
             return await client.post("/v1/completions", json=body)

@@ -54,13 +54,12 @@ def test_the_generate_thread_survives_that_all_requests_end_at_once():
 
 
 def test_tensorflow_stays_out():
-    jetstream.engine_api()
+    jetstream.load("engine.engine_api")
     assert "seqio" in sys.modules and "tensorflow" not in sys.modules
 
 
 def test_without_the_wheel_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr(jetstream, "installed", lambda: False)
-    loads = (jetstream.engine_api, jetstream.tokenizer_api, jetstream.protocol, jetstream.orchestrator.__wrapped__)
-    for load in loads:
+    for load in (jetstream.protocol, jetstream.orchestrator.__wrapped__):
         with pytest.raises(ModuleNotFoundError, match="pip install --no-deps google-jetstream==0.2.2"):
             load()

@@ -64,7 +64,7 @@ def running(settings, served, worker=None):
     """(client, app) of a server in this process; without a worker it is not ready."""
     app = App(settings, served, threading.Event() if worker is None else worker.wake)
     if worker is not None:
-        app.set_ready(worker.loaded.result())
+        app.backends = worker.loaded.result()
     listener = bind(settings.host, settings.port)
     server = http_lib.http_server(settings, app.asgi())
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

@@ -41,26 +41,17 @@ def installed() -> bool:
     return importlib.util.find_spec("jetstream") is not None
 
 
-def _load(name: str) -> types.ModuleType:
+def load(name: str) -> types.ModuleType:
+    """Returns the module `jetstream.NAME`; ModuleNotFoundError says how to install the wheel."""
     if not installed():
         raise ModuleNotFoundError(REMEDY)
     _stand_in_for_seqio()
-    return importlib.import_module(name)
-
-
-def engine_api() -> types.ModuleType:
-    """Returns JetStream's `engine_api`: Engine, ResultTokens."""
-    return _load("jetstream.engine.engine_api")
-
-
-def tokenizer_api() -> types.ModuleType:
-    """Returns JetStream's `tokenizer_api`: Tokenizer."""
-    return _load("jetstream.engine.tokenizer_api")
+    return importlib.import_module(f"jetstream.{name}")
 
 
 def protocol() -> tuple[types.ModuleType, types.ModuleType]:
     """Returns the messages of JetStream's gRPC service, and its stubs."""
-    return _load("jetstream.core.proto.jetstream_pb2"), _load("jetstream.core.proto.jetstream_pb2_grpc")
+    return load("core.proto.jetstream_pb2"), load("core.proto.jetstream_pb2_grpc")
 
 
 def _survive_idling(driver: type) -> None:
@@ -89,7 +80,7 @@ def orchestrator() -> types.ModuleType:
     """Returns JetStream's `orchestrator` (Driver, LLMOrchestrator), and leaves the root logger as it was."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
-    module = _load("jetstream.core.orchestrator")
+    module = load("core.orchestrator")
     root.setLevel(level)
     root.handlers[:] = handlers
     if not hasattr(jax, "tree_map"):

@@ -17,7 +17,7 @@ from reinforce_ada_jax.serving import jetstream
 
 # Responses served draw from a stream of their own, numbered as they come.
 SERVED_STREAM = 2**32 - 1
-_engine_api, _tokenizer_api = jetstream.engine_api(), jetstream.tokenizer_api()
+_engine_api, _tokenizer_api = jetstream.load("engine.engine_api"), jetstream.load("engine.tokenizer_api")
 
 
 class ServedTokenizer(_tokenizer_api.Tokenizer):

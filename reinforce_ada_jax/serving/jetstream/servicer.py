@@ -97,18 +97,16 @@ class Servicer:
         # `running` are the requests that the Driver has.
         self.counts, self.running, self.waiting = Counts(), 0, 0
 
-    def _check_limits(self, request: Any) -> None:
-        options = self._options
-        if not 1 <= request.max_tokens <= options.max_response_tokens:
+    def _prompt(self, request: Any) -> np.ndarray:
+        """Returns int32[T], the tokens of a request: text is encoded as it is, without a chat template."""
+        longest = self._options.max_response_tokens
+        if not 1 <= request.max_tokens <= longest:
             raise ValueError(
-                f"max_tokens is {request.max_tokens}; it must be 1 to {options.max_response_tokens:,}. For longer "
-                "responses start the server with a larger --max_response_tokens."
+                f"max_tokens is {request.max_tokens}; it must be 1 to {longest:,}. For longer responses start the "
+                "server with a larger --max_response_tokens."
             )
         if not (request.text_content.text or request.token_content.token_ids):
             raise ValueError("the prompt is empty: send text_content.text or token_content.token_ids.")
-
-    def _prompt(self, request: Any) -> np.ndarray:
-        """Returns int32[T], the tokens of a request: text is encoded as it is, without a chat template."""
         if request.WhichOneof("content") == "text_content":
             tokens = self._tokenizer.encode(request.text_content.text)
         else:
@@ -127,7 +125,6 @@ class Servicer:
         """Returns the prompt's tokens when the Driver may have them; or ends the call with the reason for a refusal."""
         try:
             check_supported(request, tuple(context.invocation_metadata() or ()))
-            self._check_limits(request)
             prompt = await asyncio.to_thread(self._prompt, request)
         except ValueError as error:
             await refuse(self.counts, context, grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -44,17 +44,13 @@ class App:
         self.settings, self.models = settings, {each.name: each for each in models}
         self._wake, self.num_open = wake, 0  # responses that are not finished
         self.metrics = Metrics(self._num_running, lambda: self.num_open)
-        self._backends: dict[str, Backend] = {}
+        self.backends: dict[str, Backend] = {}  # of each model; requests are answered when they are there
         self._num_requests = 0
         self._calls: set[Call] = set()
         self._is_ending = False
         self._bodies = Bodies()
         # One thread: a template's limits are counted in one rendering at a time.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
-
-    def set_ready(self, backends: dict[str, Backend]) -> None:
-        """Begins to answer requests, with the backend of each model."""
-        self._backends = backends
 
     def stop(self) -> None:
         """Ends what runs when --grace_s have passed, which it says; what comes then is refused."""
@@ -70,7 +66,7 @@ class App:
         self._wake.set()
 
     def _num_running(self) -> int:
-        return sum(backend.sampler.num_running for backend in self._backends.values())
+        return sum(backend.sampler.num_running for backend in self.backends.values())
 
     def asgi(self) -> Starlette:
         routes = [
@@ -100,7 +96,7 @@ class App:
             if self.settings.api_key and (scheme.lower() != "bearer" or not has_key(given, self.settings.api_key)):
                 return protocol.error_response(Refusal(401, "the API key is not that of this server (--api_key)."))
             try:
-                if endpoint and not self._backends:
+                if endpoint and not self.backends:
                     raise Refusal(503, "the server reads weights and compiles: try again in some seconds.")
                 return await handler(request)
             except Refusal as refusal:
@@ -120,7 +116,7 @@ class App:
     # ---- what is asked without a model ---------------------------------------------------------------------------
 
     async def _health(self, _: Request) -> Response:
-        if self._backends:
+        if self.backends:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "loading"}, status_code=503)
 
@@ -266,7 +262,7 @@ class App:
             raise _stopping()
         self._admit(terms.num_samples * len(prompts))  # again: others were admitted while these were encoded
         self._num_requests += 1
-        name, backend = f"request {self._num_requests}", self._backends[served.name]
+        name, backend = f"request {self._num_requests}", self.backends[served.name]
         call = Call(prompts, terms, served.tokenizer, backend, name, self._response_ended)
         self._calls.add(call)
         self.num_open += len(call.choices)

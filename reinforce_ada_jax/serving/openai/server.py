@@ -1,10 +1,10 @@
 """The OpenAI-compatible server from start to end: it listens, loads, compiles, and serves until a signal."""
 
 import asyncio
-import signal
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 import uvicorn
@@ -13,15 +13,13 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.scoring import Scorer
 from reinforce_ada_jax.serving import hosts, http
-from reinforce_ada_jax.serving.hosts import SharedEngine
+from reinforce_ada_jax.serving.hosts import IDLE_S, DeviceThread, SharedEngine
 from reinforce_ada_jax.serving.http import Served
 from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.call import Backend
 from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
 from reinforce_ada_jax.serving.sampler import Sampler, Weights
 from reinforce_ada_jax.serving.settings import ServerSettings, bind
-
-IDLE_S = 1.0
 
 
 def make_backend(served: Served, wake: threading.Event, number: int) -> Backend:
@@ -38,42 +36,27 @@ def make_backend(served: Served, wake: threading.Event, number: int) -> Backend:
     return Backend(sampler, ScoreQueue(scorer, sampler.weights.params, wake))
 
 
-class Worker:
-    """The thread that owns the devices: it makes the backends, then runs windows, and micro-batches between them."""
+class Worker(DeviceThread):
+    """Makes the backends, then runs windows, and micro-batches between them."""
 
     def __init__(self, models: Sequence[Served], wake: threading.Event):
+        super().__init__(wake)
         self.loaded: Future[dict[str, Backend]] = Future()  # of each model, or what went wrong
-        self._models, self.wake, self._stopping = models, wake, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
+        self._models = models
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, within_s: float) -> bool:
-        """Ends the thread after the window that it runs; returns False if that did not end in time."""
-        self._stopping.set()
-        self.wake.set()
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             named = {each.name: make_backend(each, self.wake, number) for number, each in enumerate(self._models)}
         except Exception as error:
             self.loaded.set_exception(error)
             return
         self.loaded.set_result(named)
-        backends = list(named.values())
-        with hosts.ending_all():
-            while not self._stopping.is_set():
-                self.wake.clear()
-                if not _turn(backends):
-                    self.wake.wait(IDLE_S)
-        for backend in backends:
+        self.repeat(functools.partial(_turn, named.values()))
+        for backend in named.values():
             backend.scoring.close()
 
 
-def _turn(backends: Sequence[Backend]) -> bool:
+def _turn(backends: Collection[Backend]) -> bool:
     """Runs a window and a micro-batch of each model that has work; returns False if there was none."""
     busy = [backend.sampler for backend in backends if backend.sampler.busy]
     for sampler in busy:
@@ -101,7 +84,7 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> tuple[boo
     if loaded.exception() is not None:
         server.should_exit = True
         await serving
-    app.set_ready(loaded.result())
+    app.backends = loaded.result()
     print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
     following = asyncio.create_task(_stop_with_others(server))
     await serving
@@ -117,20 +100,13 @@ async def _stop_with_others(server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def follow(models: Sequence[Served]) -> None:
-    """Runs the windows of process 0 in another process, until that ends; a signal here ends it as well."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: processes.ask_to_stop())
-    hosts.follow([each.engine for each in models], [each.load for each in models])
-
-
 def run(settings: ServerSettings, models: Sequence[Served]) -> None:
-    """Serves until SIGINT or SIGTERM; of several processes, process 0 listens."""
+    """Serves until SIGINT or SIGTERM; of several processes, process 0 listens, and the others run its windows."""
     if not processes.is_writer():
-        follow(models)
+        http.on_signals(processes.ask_to_stop)
+        hosts.follow([each.engine for each in models], [each.load for each in models])
         return
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops at one, and raises it again when it has stopped
-        signal.signal(number, lambda *_: None)
+    http.on_signals(lambda: None)  # uvicorn stops at one, and raises it again when it has stopped
     with cli.user_input():
         was_ready, has_ended = asyncio.run(serve(settings, models))
     print("stopped" if was_ready else "stopped     before it was ready", flush=True)

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import datetime
+import functools
 import hmac
 import secrets
 import sqlite3
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -29,6 +31,8 @@ URL_S = 3600.0
 # divides by an estimate of its size that leaves out names and headers.
 JSON_BYTES, LOSS_BYTES, CHUNK_BYTES = 2**20, 2**23, 4_000_000
 OTHER_VALUES = 4096  # in JSON, beside the tokens of a prompt
+# Requests of a model that only the worker reads.
+OF_MODEL = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
 UNAVAILABLE = "this server does not have it (docs/how_to/tinker.md)."
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -51,7 +55,8 @@ class App:
         self._key = service.settings.api_key
         self._secret = secrets.token_bytes(32)  # signs the addresses of files
         self._bodies = Bodies()
-        self._polls: dict[str, list[asyncio.Event]] = {}
+        # Set when the result of a future is there; gone with its last poll.
+        self._polls: weakref.WeakValueDictionary[str, asyncio.Event] = weakref.WeakValueDictionary()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping = False
         service.on_result = self._announce
@@ -60,17 +65,14 @@ class App:
         service, asked = self.service, self._asked
         post = {
             "client/config": self._client_config,
-            "client/dynamic_config": self._dynamic_config,
+            "client/dynamic_config": _always({"sample_cancel_enabled": True}),
             "create_session": asked(types.CreateSessionRequest, service.create_session),
             "session_heartbeat": asked(types.SessionHeartbeatRequest, lambda it: service.heartbeat(it.session_id)),
             "sessions/{session}/finish": self._finish_session,
             "create_model": self._create_model,
             "get_info": asked(types.GetInfoRequest, lambda it: service.get_info(it.model_id)),
             "forward_backward": self._forward_backward,
-            "optim_step": self._of_model("optim_step"),
-            "save_weights": self._of_model("save_weights"),
-            "save_weights_for_sampler": self._of_model("save_weights_for_sampler"),
-            "save_weights_external": self._of_model("save_weights_external"),
+            **{kind: functools.partial(self._of_model, kind) for kind in OF_MODEL},
             "load_weights": self._load_weights,
             "create_sampling_session": asked(types.CreateSamplingSessionRequest, service.create_sampler),
             "asample": asked(types.SampleRequest, service.sample),
@@ -80,7 +82,7 @@ class App:
             "weights_info": asked(_WeightsInfoRequest, lambda it: service.weights_info(it.tinker_path)),
         }
         get = {
-            "healthz": self._health,
+            "healthz": _always({"status": "ok"}),
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._sampler,
             "checkpoints": self._all_checkpoints,
@@ -144,15 +146,9 @@ class App:
     async def _absent(self, request: Request) -> Response:
         return _error(404, f"{request.method} {request.url.path}: {UNAVAILABLE}")
 
-    async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
     async def _client_config(self, _: Request) -> Response:
         chunk = min(CHUNK_BYTES, self.service.settings.request_mib * 2**20 // 2)
         return JSONResponse({"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": chunk})
-
-    async def _dynamic_config(self, _: Request) -> Response:
-        return JSONResponse({"sample_cancel_enabled": True})
 
     async def _capabilities(self, _: Request) -> Response:
         return JSONResponse({"supported_models": [
@@ -183,13 +179,10 @@ class App:
         message = protocol.parse_loss_message(body)
         return _future(self.service.submit(message.model_id, message.seq_id, "forward_backward", body))
 
-    def _of_model(self, kind: str) -> Handler:
-        async def submit(request: Request) -> Response:
-            body = await self._json(request)
-            asked = protocol.parse(_ModelRequest, body)
-            return _future(self.service.submit(asked.model_id, asked.seq_id, kind, body))
-
-        return submit
+    async def _of_model(self, kind: str, request: Request) -> Response:
+        body = await self._json(request)
+        asked = protocol.parse(_ModelRequest, body)
+        return _future(self.service.submit(asked.model_id, asked.seq_id, kind, body))
 
     async def _load_weights(self, request: Request) -> Response:
         body = await self._json(request)
@@ -210,37 +203,26 @@ class App:
     async def _retrieve_future(self, request: Request) -> Response:
         """Answers with a result as soon as it is there, or asks the client to try again."""
         asked = protocol.parse(types.FutureRetrieveRequest, await self._json(request))
-        ready = asyncio.Event()
-        waiters = self._polls.setdefault(asked.request_id, [])
-        waiters.append(ready)
-        try:
+        ready = self._polls.setdefault(asked.request_id, asyncio.Event())
+        result = self.service.result(asked.request_id)
+        if result is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0 if self._is_stopping else POLL_S):
+                    await ready.wait()
             result = self.service.result(asked.request_id)
-            if result is None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0 if self._is_stopping else POLL_S):
-                        await ready.wait()
-                result = self.service.result(asked.request_id)
-        finally:
-            waiters.remove(ready)
-            if not waiters:
-                self._polls.pop(asked.request_id, None)
         if result is None:
             return JSONResponse({"type": "try_again", "request_id": asked.request_id, "queue_state": "active"})
         return Response(result.body, media_type=result.content_type)
 
     def _announce(self, request_id: str) -> None:
         """Wakes the polls of a future, from any thread."""
-        if self._loop is not None and request_id in self._polls:
-            self._loop.call_soon_threadsafe(self._wake, request_id)
+        if self._loop is not None and (ready := self._polls.get(request_id)) is not None:
+            self._loop.call_soon_threadsafe(ready.set)
 
     def stop(self) -> None:
         """Answers all polls: their clients ask again, until the next server is there."""
         self._is_stopping = True
-        for request_id in self._polls:
-            self._wake(request_id)
-
-    def _wake(self, request_id: str) -> None:
-        for ready in self._polls.get(request_id, ()):
+        for ready in self._polls.values():
             ready.set()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -301,6 +283,13 @@ class App:
         path = f"{SCHEME}{run}/external_weights/{name}"
         self.service.checkpoint(path)
         return FileResponse(self.service.folder(path) / file)
+
+
+def _always(content: dict[str, Any]) -> Handler:
+    async def answer(_: Request) -> Response:
+        return JSONResponse(content)
+
+    return answer
 
 
 def _error(status: int, why: str) -> Response:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import pathlib
-import signal
 import time
 
 from reinforce_ada_jax import cli
@@ -63,8 +62,7 @@ def run(settings: ServerSettings, models: list[Served]) -> None:
     server.on_listening = lambda: print(
         f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True
     )
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops at one, and raises it again when it has stopped
-        signal.signal(number, lambda *_: None)
+    http.on_signals(lambda: None)  # uvicorn stops at one, and raises it again when it has stopped
     asyncio.run(server.serve(sockets=[listener]))
     has_ended = worker.stop(settings.grace_s)
     print("stopped     requests that were accepted for training run at the next start", flush=True)

@@ -9,7 +9,6 @@ import pathlib
 import shutil
 import sqlite3
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.serving import hosts
+from reinforce_ada_jax.serving.hosts import IDLE_S, DeviceThread
 from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
@@ -43,7 +42,6 @@ REPLAYED = "forward_backward"
 # Weights of unnamed sampling clients, for each model; older ones are removed.
 UNNAMED_KEPT = 64
 MOST_TTL_S = 10 * 365 * 86_400
-IDLE_S = 1.0
 HOUSEKEEPING_S = 5.0
 
 
@@ -58,14 +56,13 @@ class Model:
     sums: Params | None = None
 
 
-class Worker:
+class Worker(DeviceThread):
     """Runs the requests of a service until it is stopped."""
 
     def __init__(self, service: Service):
+        super().__init__(service.wake)
         self.service, self.store = service, service.store
         self.models: dict[str, Model] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
         self._cleaned = time.monotonic()
         self._is_full = False
         self._run_kind: dict[str, Callable[[RequestRow], Result]] = {
@@ -100,31 +97,19 @@ class Worker:
         for request in self.store.done_since(row.id, row.state_seq, REPLAYED):
             self._add_gradient(model, request)
 
-    def start(self) -> None:
-        self._thread.start()
-
     def stop(self, within_s: float) -> bool:
-        """Ends the thread after the request that it runs, and closes the store; returns False if it did not end."""
-        self._stopping.set()
-        self.service.wake.set()
-        self._thread.join(within_s)
-        if self._thread.is_alive():  # it ends with the process; its request runs at the next start
-            return False
-        self.store.close()
-        return True
+        has_ended = super().stop(within_s)
+        if has_ended:  # otherwise with the process; the request that runs then runs again at the next start
+            self.store.close()
+        return has_ended
 
-    def _run(self) -> None:
-        with hosts.ending_all():  # such as a full disk under the store: what was accepted runs at the next start
-            while not self._stopping.is_set():
-                self.service.wake.clear()
-                worked = self.step()
-                if time.monotonic() - self._cleaned > HOUSEKEEPING_S:
-                    self._clean()
-                if not worked:
-                    self.service.wake.wait(IDLE_S)
+    def run(self) -> None:
+        self.repeat(self.step)  # what was accepted before an error, such as a full disk, runs at the next start
 
     def step(self) -> bool:
         """Runs one request of a model and one window of each base that has work; returns False if there was none."""
+        if time.monotonic() - self._cleaned > HOUSEKEEPING_S:
+            self._clean()
         request = self.store.next_request()
         if request is not None:
             self._execute(request)
