@@ -59,12 +59,19 @@ def finished_lines(file: pathlib.Path) -> Iterator[bytes]:
 
 def read_object(file: pathlib.Path, remedy: str) -> dict[str, Any]:
     """Returns the object in a JSON file; raises ValueError for other content, with `remedy` in its message."""
+    return json_object(file.read_bytes(), buckets.origin(file), remedy)
+
+
+def json_object(content: str | bytes, name: object, remedy: str) -> dict[str, Any]:
+    """Returns the object in JSON; raises ValueError for other content, with `name` and `remedy` in its message."""
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError(f"{name} is nested too deeply. {remedy}") from error
     except ValueError as error:
-        raise ValueError(f"{buckets.origin(file)} is not JSON ({error}). {remedy}") from error
+        raise ValueError(f"{name} is not JSON ({error}). {remedy}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{buckets.origin(file)} is of the type {type(value).__name__}, not an object. {remedy}")
+        raise ValueError(f"{name} holds a {type(value).__name__}, not an object. {remedy}")
     return value
 
 

@@ -5,10 +5,11 @@ one in the cache of Hugging Face that the folder is a snapshot in. Any other lin
 copy a private file, or name a device that never ends.
 """
 
-import json
 import pathlib
 import stat
 from typing import Any
+
+from reinforce_ada_jax.files.durable import json_object
 
 # A tokenizer.json has a few dozen MB. What Python parses has a few at most (the index of a thousand layers), and takes
 # 20 times its size of memory.
@@ -64,14 +65,4 @@ def read_text(file: pathlib.Path, max_bytes: int = MAX_BYTES) -> str | None:
 def read_json(file: pathlib.Path) -> dict[str, Any] | None:
     """Returns the object in a JSON file, None if there is none; raises ValueError for any other content."""
     text = read_text(file, MAX_JSON_BYTES)
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(f"{file} is nested too deeply for a model's file. {_REMEDY}") from error
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}). {_REMEDY}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}, not an object. {_REMEDY}")
-    return value
+    return None if text is None else json_object(text, file, _REMEDY)

@@ -1,7 +1,6 @@
 """History of a run, read from its work directory: metrics.jsonl, evaluations/, config.json and started.json."""
 
 import dataclasses
-import json
 import pathlib
 import re
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from reinforce_ada_jax.files.durable import read_object
 from reinforce_ada_jax.reporting.writers import Metrics, read_metrics
 
 # Seconds that are already counted: parts of collecting, and work done at the same time.
@@ -61,14 +61,9 @@ class History:
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file of a run; raises ValueError if there is none."""
     try:
-        content = json.loads(file.read_bytes())
+        return read_object(file, "Name a run's work directory.")
     except OSError as error:
         raise ValueError(f"{file} can't be read ({error.strerror}): name a run's work directory.") from error
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold one JSON object.")
-    return content
 
 
 def _curves(evaluations: Sequence[Metrics], per_iteration: int) -> dict[str, EvaluationCurves]:

@@ -126,7 +126,7 @@ def test_figures_of_runs_that_began_keep_their_places(tmp_path):
 def test_a_folder_of_another_program_is_said(workdir):
     (workdir / "config.json").write_text("[]")
     news = Reader(FollowedRuns([workdir], 0)).ask()["runs"][0]
-    assert news["rows"] == [] and "config.json must hold one JSON object" in news["problem"]
+    assert news["rows"] == [] and "config.json holds a list, not an object" in news["problem"]
 
 
 def test_responses_come_once_with_the_iteration_that_they_belong_to(workdir):

@@ -94,7 +94,7 @@ def test_runs_of_one_name_get_unique_names(tmp_path):
     ("file", "content", "said"),
     [
         ("config.json", "{", "config.json is not JSON"),
-        ("config.json", "[]", "must hold one JSON object"),
+        ("config.json", "[]", "holds a list, not an object"),
         ("config.json", "{}", "is no run of ours: its config.json or metrics.jsonl lacks 'collection'"),
         ("evaluations/000001.json", '{"iteration"', "000001.json is not JSON"),
     ],
