@@ -65,23 +65,24 @@ class _Builder:
     def metric(self, title: str, key: str, y_label: str, top: float | None = None, lowest: float | None = 0.0) -> None:
         """Adds a panel of one metric against updates; its axis goes from `lowest` to `top`, None: as the curves do."""
         panel = Panel(title, UPDATES, y_label, limits=(lowest, top), counted=True)
-        self.add(panel, lambda index, run: _smoothed(index, run, run.updates, key), key)
+        self.add(panel, lambda index, run: _smoothed(index, run, run.updates, _column(run, key)), key)
 
     def figure(self, name: str, title: str, caption: str, columns: int = 3) -> Figure:
         return Figure(name, title, caption, self.panels, columns, self.missing)
 
 
-def _column(history: History, key: str) -> Float[np.ndarray, " I"] | None:
-    values = history.metrics.get(key)
-    return None if values is None or np.isnan(values).all() else values
+def _column(history: History, key: str) -> Float[np.ndarray, " I"]:
+    """Returns a metric by iteration, nan where it is not there."""
+    return history.metrics.get(key, np.full(len(history.updates), np.nan))
 
 
-def _smoothed(index: int, history: History, x: Float[np.ndarray, " I"], key: str) -> list[Curve]:
-    values = _column(history, key)
-    if values is None:
-        return []
-    known = np.isfinite(values)
-    return [Curve(history.name, index, x[known], smooth(values[known], SMOOTHED))]
+def _has(history: History, key: str) -> bool:
+    return bool(np.isfinite(_column(history, key)).any())
+
+
+def _smoothed(index: int, history: History, x: Float[np.ndarray, " I"], y: Float[np.ndarray, " I"]) -> list[Curve]:
+    known = np.isfinite(y)
+    return [Curve(history.name, index, x[known], smooth(y[known], SMOOTHED))]
 
 
 def learning(histories: Sequence[History]) -> Figure:
@@ -107,7 +108,7 @@ def learning(histories: Sequence[History]) -> Figure:
         panel = Panel(f"Reward by {word}", label, "first-round reward", counted=label == UPDATES)
         builder.add(
             panel,
-            lambda index, run, budget=budget: _smoothed(index, run, budget(run), "reward/first_round"),
+            lambda index, run, budget=budget: _smoothed(index, run, budget(run), _column(run, "reward/first_round")),
             NEEDS_TIME if word == "time" else "reward/first_round",
         )
     caption = (
@@ -127,8 +128,6 @@ def signal(histories: Sequence[History]) -> Figure:
 
     def trade(index: int, run: History) -> list[Curve]:
         entropy, reward = _column(run, "update/entropy"), _column(run, "reward/first_round")
-        if entropy is None or reward is None:
-            return []
         known = np.isfinite(entropy) & np.isfinite(reward)
         return [Curve(run.name, index, smooth(entropy[known], SMOOTHED), smooth(reward[known], SMOOTHED))]
 
@@ -144,23 +143,17 @@ def signal(histories: Sequence[History]) -> Figure:
 
 def _active(part: slice, num_rounds: int, index: int, run: History) -> list[Curve]:
     """Returns the share of prompts that drew each round, over the iterations in `part`; no key means no prompt."""
-    counts = [
-        np.nansum(run.metrics.get(f"collection/active_round_{number}", np.zeros(1))[part])
-        for number in range(1, num_rounds + 1)
-    ]
-    rounds = np.arange(1.0, num_rounds + 1)
-    return [Curve(run.name, index, rounds, np.array(counts) / counts[0])] if counts and counts[0] else []
+    rounds = range(1, num_rounds + 1)
+    counts = np.array([np.nansum(_column(run, f"collection/active_round_{number}")[part]) for number in rounds])
+    return [Curve(run.name, index, np.array(rounds, float), counts / counts[0])] if counts[:1].any() else []
 
 
 def _met_early(prefix: str, index: int, run: History) -> list[Curve]:
     """Returns the share of prompts that `collection/<prefix>_round_<k>` counts for the first rounds, by iteration."""
-    keys = [f"collection/{prefix}_round_{number}" for number in range(1, ROUNDS_TO_MEET + 1)]
-    found = [run.metrics[key] for key in keys if key in run.metrics]
-    prompts = _column(run, "collection/active_round_1")
-    if not found or prompts is None:
-        return []
+    found = [_column(run, f"collection/{prefix}_round_{number}") for number in range(1, ROUNDS_TO_MEET + 1)]
     # An iteration whose prompts drew fewer rounds lacks the last keys: the count of its last round stands for them.
-    return [Curve(run.name, index, run.updates, smooth(np.fmax.reduce(found) / prompts, SMOOTHED))]
+    shares = np.fmax.reduce(found) / _column(run, "collection/active_round_1")
+    return _smoothed(index, run, run.updates, shares)
 
 
 def sampling(histories: Sequence[History]) -> Figure:
@@ -168,12 +161,9 @@ def sampling(histories: Sequence[History]) -> Figure:
     builder = _Builder(histories)
 
     def draws(index: int, run: History) -> list[Curve]:
-        keys = [f"collection/draws_{name}" for name in ("mean", "p10", "p90")]
-        found = [curve for key in keys for curve in _smoothed(index, run, run.updates, key)]
-        if len(found) < len(keys):
-            return []
-        mean, low, high = found
-        return [dataclasses.replace(mean, band=(low.y, high.y))]
+        columns = (_column(run, f"collection/draws_{name}") for name in ("mean", "p10", "p90"))
+        mean, low, high = (curve for column in columns for curve in _smoothed(index, run, run.updates, column))
+        return [dataclasses.replace(mean, band=(low.y, high.y))] if len(mean.y) == len(low.y) == len(high.y) else []
 
     panel = Panel("Draws for a prompt", UPDATES, "responses", limits=(0.0, None), counted=True)
     builder.add(panel, draws, "collection/draws_*")
@@ -259,22 +249,20 @@ def _phases(history: History) -> dict[str, float] | None:
     """Computes the seconds of an iteration by phase: medians, and evaluation divided over all iterations."""
 
     def median(key: str) -> float:
-        values = _column(history, key)
-        return 0.0 if values is None else float(np.nanmedian(values))
+        return float(np.nanmedian(_column(history, key))) if _has(history, key) else 0.0
 
-    if _column(history, COLLECTING) is None:
+    if not _has(history, COLLECTING):
         return None
     reshard, host = median("time/reshard_s"), median("time/host_between_windows_s")
-    evaluating = _column(history, EVALUATING)
     decode = max(median(COLLECTING) - reshard - host, 0.0)
-    if _column(history, WAITING) is not None:  # it decodes during the updates
+    if _has(history, WAITING):  # it decodes during the updates
         decode, host = median(WAITING), 0.0
     return {
         "collect: weights to decoding": reshard,
         "collect: decode": decode,
         "collect: host between windows": host,
         "update": median("time/update_s"),
-        "evaluate": 0.0 if evaluating is None else float(np.nansum(evaluating)) / len(evaluating),
+        "evaluate": float(np.nansum(_column(history, EVALUATING))) / len(history.updates),
     }
 
 
@@ -301,7 +289,7 @@ def time(histories: Sequence[History]) -> Figure:
 def calibration(histories: Sequence[History]) -> Figure:
     """Returns the estimated pass rates that draws were planned with, compared with the outcomes."""
     builder, title = _Builder(histories), "Calibration of estimates"
-    others = [history.name for history in histories if _column(history, "estimator/brier") is None]
+    others = [history.name for history in histories if not _has(history, "estimator/brier")]
     if len(others) == len(histories):
         builder.missing.append("Nothing is drawn: no run plans its draws with estimated pass rates.")
         return builder.figure("calibration", title, "")
@@ -310,7 +298,7 @@ def calibration(histories: Sequence[History]) -> Figure:
         points = []
         for number in range(RELIABILITY_BINS):
             share = _column(run, f"estimator/bin_{number}_share")
-            if share is not None:
+            if _has(run, f"estimator/bin_{number}_share"):
                 pair = (run.metrics[f"estimator/bin_{number}_{name}"] for name in ("estimate", "outcome"))
                 points.append([np.nansum(values * share) / np.nansum(share) for values in pair])
         return [Curve(run.name, index, *np.array(points).T)] if points else []

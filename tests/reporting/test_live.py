@@ -91,7 +91,7 @@ def test_slow_and_silent_connections_do_not_stop_it(served, begin):
 
 
 def test_headers_that_come_byte_by_byte_have_a_time(served, monkeypatch):
-    monkeypatch.setattr(live._Server, "request_s", 0.3)
+    monkeypatch.setattr(live, "TIMEOUT_S", 0.3)
     with socket.create_connection((live.LOOPBACK, served[1]), timeout=0.02) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nX-a: ")
         deadline = time.monotonic() + 60
