@@ -153,90 +153,57 @@ class GroupTerms(NamedTuple):
     """Sums over the kept responses of a pool."""
 
     kept_correct: int  # numbers of rows
-    kept_wrong: int  # numbers of rows
+    kept_wrong: int
     sum_correct: float  # sums of their advantages
-    sum_wrong: float  # sums of their advantages
+    sum_wrong: float
     squares_correct: float  # sums of the squares of their advantages
-    squares_wrong: float  # sums of the squares of their advantages
+    squares_wrong: float
     zero: bool  # all advantages are 0
-
-
-def group_terms(
-    strategy: Strategy,
-    drawn: int,
-    correct: int,
-    rounds: int = 1,
-    success: tuple[int, int] = NO_SUCCESS,
-    estimate: float | None = None,
-    sizes: Sequence[int] = (),
-    noise: ScoreNoise = EQUAL_NOISE,
-) -> GroupTerms:
-    """Returns the terms of a pool with these counts.
-
-    Its correct responses come first; with a success (round t, k correct draws), wrong ones fill the rounds before t.
-    The built-in `keep` rules keep equally many correct and wrong responses in every order of draws; for a rule that
-    looks at the order, these are its terms for this order.
-
-    `sizes` are of the rounds up to the success, or of all rounds without one; later rounds are taken as one. Empty: all
-    rounds have the same size.
-    """
-    if not sizes:
-        sizes = (drawn // rounds,) * (success[0] + 1 if success != NO_SUCCESS else rounds)
-    before = sum(sizes[:-1]) if success != NO_SUCCESS else 0
-    here = sizes[-1] - success[1] if success != NO_SUCCESS else 0
-    later = drawn - sum(sizes)
-    round_sizes = (*sizes, later) if later else tuple(sizes)
-    first = success[1] if success != NO_SUCCESS else correct
-    wrong = drawn - correct - before - here
-    verdicts = (_WRONG,) * before + (_CORRECT,) * first + (_WRONG,) * here
-    verdicts += (_CORRECT,) * (correct - first) + (_WRONG,) * wrong
-    met = not strategy.drop_unmet or strategy.met(PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate))
-    pool = Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate, round_sizes, noise=noise)
-    group = make_group(pool, strategy)
-    right, advantages = group.pool.correct[group.kept], group.advantages
-    return GroupTerms(
-        int(right.sum()),
-        int((~right).sum()),
-        float(advantages[right].sum()),
-        float(advantages[~right].sum()),
-        float(np.square(advantages[right]).sum()),
-        float(np.square(advantages[~right]).sum()),
-        not advantages.any(),
-    )
-
-
-def sizes_without_success(
-    strategy: Strategy, rounds: int, estimate: float | None = None, planned: int | None = None
-) -> list[int]:
-    """Returns the sizes of the first `rounds` rounds of a prompt, of which at most the last has correct draws."""
-    sizes: list[int] = []
-    while len(sizes) < rounds:
-        progress = PromptProgress(PROMPT, len(sizes), sum(sizes), 0, estimate=estimate, planned=planned)
-        sizes.append(strategies.round_size(strategy, progress))
-    return sizes
 
 
 def terms_by_state(
     strategy: Strategy, estimate: float | None = None, planned: int | None = None, noise: ScoreNoise = EQUAL_NOISE
 ) -> Callable[..., GroupTerms]:
-    """Returns `group_terms` as a function of a final state: the numbers of `Outcomes`, in their order.
+    """Returns the terms of a pool as a function of its final state: the numbers of `Outcomes`, in their order.
 
-    States that differ only in numbers which the strategy does not use are computed once.
+    Its correct responses come first; with a success (round t, k correct draws), wrong ones fill the rounds before t.
+    The built-in `keep` rules keep equally many correct and wrong responses in every order of draws; for a rule that
+    looks at the order, these are its terms for this order.
     """
 
+    def sizes_of(rounds: int) -> list[int]:
+        """Returns the sizes of the first `rounds` rounds, of which at most the last has correct draws."""
+        sizes: list[int] = []
+        while len(sizes) < rounds:
+            progress = PromptProgress(PROMPT, len(sizes), sum(sizes), 0, estimate=estimate, planned=planned)
+            sizes.append(strategies.round_size(strategy, progress))
+        return sizes
+
     @functools.cache
-    def distinct(drawn: int, correct: int, rounds: int, success: tuple[int, int]) -> GroupTerms:
-        sizes = []
+    def distinct(rounds: int, drawn: int, correct: int, success_round: int, success_correct: int) -> GroupTerms:
+        sizes, before, first, here = [drawn // rounds] * rounds, 0, correct, 0
         if strategy.coefficients is not None:
-            until = rounds if success == NO_SUCCESS else success[0] + 1
-            sizes = sizes_without_success(strategy, until, estimate, planned)
-        return group_terms(strategy, drawn, correct, rounds, success, estimate, sizes, noise)
+            sizes = sizes_of(success_round + 1 or rounds)  # the rounds after the success count as one
+        if success_round >= 0:
+            before, first, here = sum(sizes[:-1]), success_correct, sizes[-1] - success_correct
+        later = drawn - sum(sizes)
+        verdicts = (_WRONG,) * before + (_CORRECT,) * first + (_WRONG,) * here
+        verdicts += (_CORRECT,) * (correct - first) + (_WRONG,) * (drawn - correct - before - here)
+        met = not strategy.drop_unmet or strategy.met(PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate))
+        round_sizes = (*sizes, later) if later else tuple(sizes)
+        pool = Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate, round_sizes, noise=noise)
+        group = make_group(pool, strategy)
+        right, advantages = group.pool.correct[group.kept], group.advantages
+        numbers = [int(right.sum()), int((~right).sum())]
+        sums = [float(values[of].sum()) for values in (advantages, np.square(advantages)) for of in (right, ~right)]
+        return GroupTerms(*numbers, *sums, zero=not advantages.any())
 
     def terms(rounds: int, drawn: int, correct: int, success_round: int, success_correct: int) -> GroupTerms:
+        """Computes states once that differ only in numbers which the strategy does not use."""
         if strategy.coefficients is not None:
-            return distinct(drawn, correct, rounds, (success_round, success_correct))
+            return distinct(rounds, drawn, correct, success_round, success_correct)
         # Groups depend on rounds only where the rule drops some.
-        return distinct(drawn, correct, rounds if strategy.drop_unmet else 1, NO_SUCCESS)
+        return distinct(rounds if strategy.drop_unmet else 1, drawn, correct, *NO_SUCCESS)
 
     return terms
 
