@@ -128,7 +128,8 @@ def _write(evaluation: "StoredEvaluation", run: pathlib.Path | None, model: str 
     else:
         iteration = evaluation.drawn["iteration"]
         file, about = evaluator.results_file(run, iteration), {"iteration": iteration}
-    evaluator.save_results(file, about, evaluator.as_metrics(results) | evaluator.hashes(evaluation.problems))
+    hashes = evaluator.hashes(evaluation.benchmarks)
+    evaluator.save_results(file, about, evaluator.as_metrics(results) | hashes)
     print(f"responses and table.md are in {buckets.origin(evaluation.output)}, results in {buckets.origin(file)}")
 
 

@@ -90,9 +90,9 @@ def results_file(workdir: pathlib.Path, iteration: int) -> pathlib.Path:
     return workdir / "evaluations" / f"{iteration:06d}.json"
 
 
-def hashes(problems: Mapping[str, str]) -> dict[str, str]:
+def hashes(benchmarks: Benchmarks) -> dict[str, str]:
     """Returns {"evaluation/BENCHMARK/problems": hash}, by which `plot` compares runs on the same problems only."""
-    return {f"evaluation/{name}/{PROBLEMS}": found for name, found in problems.items()}
+    return {f"evaluation/{name}/{PROBLEMS}": hash_of_problems(prompts) for name, prompts in benchmarks.items()}
 
 
 def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float | str]) -> None:
@@ -138,8 +138,8 @@ class Evaluator:
             raise TrainingStopped(message)
         metrics = as_metrics(results)
         if processes.is_writer():
-            problems = {name: hash_of_problems(prompts) for name, prompts in self.benchmarks.items()}
-            save_results(results_file(run.workdir, iteration), {"iteration": iteration}, metrics | hashes(problems))
+            file, found = results_file(run.workdir, iteration), metrics | hashes(self.benchmarks)
+            save_results(file, {"iteration": iteration}, found)
         return metrics
 
     def is_done(self, run: Run, iteration: int) -> bool:

@@ -23,18 +23,15 @@ from reinforce_ada_jax.data.prompts import short_prompts
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
-from reinforce_ada_jax.evaluation import fixed_draws
+from reinforce_ada_jax.evaluation import fixed_draws, response_store
 from reinforce_ada_jax.evaluation.response_store import (
     GradedResponse,
     GradedResponses,
     ResponseStore,
-    drawn_with,
-    graded_by,
     hash_of_problems,
-    of_process,
     wanted_by_writer,
     writing,
-)  # fmt: skip
+)
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.policy import adapter_files, huggingface
@@ -193,7 +190,10 @@ def _with_valid_reference(
 ) -> list[Prompt]:
     """Returns the prompts whose references pass. Verdicts are stored: a time limit may not be hit a second time."""
     with cli.user_input():
-        header = {"drawn": {"problems": hash_of_problems(prompts)}, "graded": graded_by(config, "", prompts)}
+        header = {
+            "drawn": {"problems": hash_of_problems(prompts)},
+            "graded": response_store.graded_by(config, "", prompts),
+        }
         store = ResponseStore(files.draws / "references.jsonl", header)
     if missing := wanted_by_writer(prompts, store.missing(prompts, 1)):
         shaping, done = Shaping(config.reward.positive_threshold), len(prompts) - len(missing)
@@ -210,7 +210,9 @@ def _with_valid_reference(
                 progress.reach(progress.done + len(chunk))
     correct = num_correct(store.complete(prompts, 1))
     # Without an answer (data.answer_column=none) there is nothing that could fail.
-    passed = wanted_by_writer(prompts, [each for each in prompts if correct.get(each.id) or not each.answer])
+    passed = wanted_by_writer(
+        prompts, [each for each in prompts if correct.get(each.id) or not each.answer]
+    )
     if not passed:
         cli.fail(
             f"none of {len(prompts):,} reference answers passes its own verification by "
@@ -321,9 +323,9 @@ def _drawn(
     """
     with cli.user_input():
         fingerprint, stop_ids = adapter_files.fingerprint(components.folder), list(components.tokenizer.stop_ids)
-        drawn = drawn_with(config, fingerprint, config.sampling, samples, prompts, stop_ids=stop_ids)
-        header = {"drawn": drawn, "graded": graded_by(config, "", prompts)}
-        store = ResponseStore(of_process(files.draws / "responses.jsonl"), header)
+        drawn = response_store.drawn_with(config, fingerprint, config.sampling, samples, prompts, stop_ids=stop_ids)
+        header = {"drawn": drawn, "graded": response_store.graded_by(config, "", prompts)}
+        store = ResponseStore(response_store.of_process(files.draws / "responses.jsonl"), header)
         missing = wanted_by_writer(prompts, store.missing(prompts, samples))
         compilation, ready = fixed_draws.compile_early(components.engine, missing)
         params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None

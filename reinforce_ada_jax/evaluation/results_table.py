@@ -3,54 +3,18 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from reinforce_ada_jax.evaluation import paper_results
-from reinforce_ada_jax.evaluation.scores import (
-    Difficulty,
-    Labelled,
-    Statistics,
-    by_difficulty,
-    by_label,
-    difficulty_statistics,
-    sizes,
-    statistics,
-    weighted,
-)
+from reinforce_ada_jax.evaluation import paper_results, scores
+from reinforce_ada_jax.evaluation.scores import Difficulty, Labelled, Statistics
 from reinforce_ada_jax.evaluation.stored_evaluation import StoredEvaluation
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Returns a Markdown table with aligned columns: the first one to the left, numbers to the right."""
     lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]  # a label may be anything
-    widths = [max(len(line[index]) for line in (header, *lines)) for index in range(len(header))]
-
-    def row(cells: Sequence[str]) -> str:
-        first, *others = (
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return f"| {' | '.join((first, *others))} |"
-
-    rule = ["-" * (width - 1) + ":" if index else "-" * width for index, width in enumerate(widths)]
-    return "\n".join([row(header), row(rule), *map(row, lines)])
-
-
-def _paper_cell(averages: Mapping[str, float], name: str | None, problems: int) -> tuple[str, str]:
-    """Returns (cell, note) of a result of the paper; the note says why it cannot be compared."""
-    if name is None:
-        return "", ""
-    average, count = averages[name], paper_results.PROBLEMS[name]
-    if problems == count:
-        return f"{average:.3f}", ""
-    return f"({average:.3f})", f"({average:.3f}) is over {count:,} problems, here are {problems:,}: not comparable."
-
-
-def _settings_note(samples: int, temperature: float, max_response_tokens: int) -> str:
-    ours = (samples, temperature, max_response_tokens)
-    theirs = (paper_results.SAMPLES, paper_results.TEMPERATURE, paper_results.MAX_RESPONSE_TOKENS)
-    if ours == theirs:
-        return ""
-    values = [f"avg@{k} at temperature {t:g} and {length:,} tokens" for k, t, length in (theirs, ours)]
-    return f"The paper's results are {values[0]}, these {values[1]}: not comparable."
+    first, *others = (max(map(len, column)) for column in zip(header, *lines, strict=True))
+    rule = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
+    rows = [[line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in (header, rule, *lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def table(
@@ -69,19 +33,22 @@ def table(
     `results`, `labelled` and `difficulties` are `statistics`, `by_label` and `by_difficulty` of each benchmark,
     `graders` the kind of its reward: results of the paper's run are shown only where it is the paper's.
     """
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     columns = {name: paper_results.column(name) for name in results if paper.averages}
     for name, column in columns.items():
         if column is not None and graders[name] != (published := paper_results.GRADERS[column]):
             columns[name] = None
-            notes[f"{name} is graded by {graders[name]!r}, the paper's results by {published!r}."] = None
+            notes.append(f"{name} is graded by {graders[name]!r}, the paper's results by {published!r}.")
 
     def line(
         name: str, problems: int, average: float, error: float, cells: Sequence[str], column: str | None
     ) -> list[str]:
-        published, note = _paper_cell(paper.averages, column, problems)
-        notes.update({note: None} if note else {})
-        papers = [published] if paper.averages else []
+        papers = [""] if paper.averages else []
+        if column is not None:
+            papers, count = [f"{paper.averages[column]:.3f}"], paper_results.PROBLEMS[column]
+            if problems != count:
+                papers = [f"({papers[0]})"]
+                notes.append(f"{papers[0]} is over {count:,} problems, here are {problems:,}: not comparable.")
         return [name, f"{problems:,}", f"{average:.3f} ± {error:.3f}", *papers, *cells]
 
     shares = ("truncated_share", "no_answer_share", "failure_share")
@@ -95,30 +62,26 @@ def table(
     if len(results) > 1:
         all_four = len(results) == len(paper_results.SETS) and {*columns.values()} == {*paper_results.SETS}
         column = paper_results.WEIGHTED if all_four else None
-        lines.append(line(paper_results.WEIGHTED, *weighted(results), [""] * (len(shares) + 3), column))
-    sections = [markdown(header, lines)]
-    if paper.averages:
-        note = _settings_note(samples, temperature, max_response_tokens)
-        notes.update({note: None} if note else {})
+        lines.append(line(paper_results.WEIGHTED, *scores.weighted(results), [""] * (len(shares) + 3), column))
+    ours = (samples, temperature, max_response_tokens)
+    theirs = (paper_results.SAMPLES, paper_results.TEMPERATURE, paper_results.MAX_RESPONSE_TOKENS)
+    if paper.averages and ours != theirs:
+        values = [f"avg@{k} at temperature {t:g} and {length:,} tokens" for k, t, length in (theirs, ours)]
+        notes.append(f"The paper's results are {values[0]}, these {values[1]}: not comparable.")
     if paper.differences:
         note = "The paper has results of this model and strategy, which this run can't be compared with: "
-        notes[f"{note}{'; '.join(paper.differences)}."] = None
-    if notes:
-        sections.append("\n".join(f"- {note}" for note in notes))
-    sections.append(_curves(results, samples))
-    sections += [_by_difficulty(name, found, samples) for name, found in difficulties.items() if found]
-    sections += [_by_label(name, label, values) for name, found in labelled.items() for label, values in found.items()]
-    return "\n\n".join(sections)
-
-
-def _curves(results: Mapping[str, Statistics], samples: int) -> str:
-    counts = sizes(samples)
-    lines = [
+        notes.append(f"{note}{'; '.join(paper.differences)}.")
+    counts = scores.sizes(samples)
+    curves = [
         [f"{name}, {shown}", *(f"{result[f'{key}_at_{k}']:.3f}" for k in counts)]
         for name, result in results.items()
         for key, shown in (("pass", "pass@k"), ("all_correct", "all@k"))
     ]
-    return markdown(["k", *map(str, counts)], lines)
+    sections = [markdown(header, lines), "\n".join(f"- {note}" for note in dict.fromkeys(notes))]
+    sections.append(markdown(["k", *map(str, counts)], curves))
+    sections += [_by_difficulty(name, found, samples) for name, found in difficulties.items() if found]
+    sections += [_by_label(name, label, values) for name, found in labelled.items() for label, values in found.items()]
+    return "\n\n".join(filter(None, sections))
 
 
 def _by_difficulty(name: str, found: Sequence[Difficulty], samples: int) -> str:
@@ -144,17 +107,16 @@ def with_section(text: str, title: str, table: str) -> str:
 
 def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tuple[dict[str, Statistics], str]:
     """Returns (statistics by benchmark, the tables); `workdir` is the evaluated run's, None for a model folder."""
-    responses, drawn_with = evaluation.responses, evaluation.drawn
-    difficulties = {name: by_difficulty(evaluation.initial[name], drawn) for name, drawn in responses.items()}
-    results = {
-        name: statistics(drawn.values()) | difficulty_statistics(difficulties[name])
-        for name, drawn in responses.items()
-    }
+    results, labelled, difficulties = {}, {}, {}
+    for name, drawn in evaluation.responses.items():
+        difficulties[name] = scores.by_difficulty(evaluation.initial[name], drawn)
+        results[name] = scores.statistics(drawn.values()) | scores.difficulty_statistics(difficulties[name])
+        labelled[name] = scores.by_label({each.id: each.labels for each in evaluation.benchmarks[name]}, drawn)
     return results, table(
         results,
-        **{key: drawn_with[key] for key in ("samples", "temperature", "max_response_tokens")},
-        labelled={name: by_label(evaluation.labels[name], drawn) for name, drawn in responses.items()},
+        **{key: evaluation.drawn[key] for key in ("samples", "temperature", "max_response_tokens")},
+        labelled=labelled,
         difficulties=difficulties,
         paper=paper_results.comparison_of_run(workdir),
-        graders=evaluation.graders,
+        graders={name: store.header["graded"]["reward"] for name, store in evaluation.stores.items()},
     )

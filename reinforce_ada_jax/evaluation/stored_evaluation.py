@@ -15,20 +15,9 @@ from reinforce_ada_jax.data.prompts import to_prompt
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
-from reinforce_ada_jax.evaluation import evaluator, fixed_draws
+from reinforce_ada_jax.evaluation import evaluator, fixed_draws, response_store
 from reinforce_ada_jax.evaluation.evaluator import Benchmarks
-from reinforce_ada_jax.evaluation.response_store import (
-    GradedResponses,
-    ResponseStore,
-    drawn_with,
-    graded_by,
-    hash_of_problems,
-    of_process,
-    pass_rates,
-    read_header,
-    wanted_by_writer,
-    writing,
-)  # fmt: skip
+from reinforce_ada_jax.evaluation.response_store import GradedResponses, ResponseStore, hash_of_problems, writing
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files, hub_models, huggingface
 from reinforce_ada_jax.policy.transformer import Params
@@ -88,34 +77,31 @@ class PolicySource:
 class StoredEvaluation:
     """All responses of an evaluation, by benchmark."""
 
-    drawn: Mapping[str, Any]  # settings, from the header of the first store
     output: pathlib.Path  # the folder of the stores
-    labels: Mapping[str, Mapping[str, Mapping[str, str]]]  # of each problem, by benchmark and id
-    responses: Mapping[str, GradedResponses]
+    benchmarks: Benchmarks
+    stores: Mapping[str, ResponseStore]
     initial: Mapping[str, Mapping[str, float]]  # pass rates before training, by benchmark and id
-    graders: Mapping[str, str]  # kind of reward, or file and function, by benchmark
-    problems: Mapping[str, str]  # hash of the problems, by benchmark
+
+    @property
+    def drawn(self) -> Mapping[str, Any]:
+        """Settings of the draws, from the header of the first store."""
+        return next(iter(self.stores.values())).header["drawn"]
+
+    @functools.cached_property
+    def responses(self) -> dict[str, GradedResponses]:
+        """Responses of the problems that have all of theirs."""
+        samples = self.drawn["samples"]
+        return {name: self.stores[name].complete(prompts, samples) for name, prompts in self.benchmarks.items()}
 
 
 def _initial_pass_rates(folder: pathlib.Path | None, benchmarks: Benchmarks) -> dict[str, dict[str, float]]:
     """Returns initial pass rates by benchmark and id: of the evaluation in `folder`, or those of the problems."""
-    if folder is not None:
-        return {name: pass_rates(folder / f"{name}.jsonl", prompts) for name, prompts in benchmarks.items()}
-    return {name: evaluator.known_pass_rates(prompts) for name, prompts in benchmarks.items()}
-
-
-def _result(
-    output: pathlib.Path,
-    benchmarks: Benchmarks,
-    stores: Mapping[str, ResponseStore],
-    initial: Mapping[str, Mapping[str, float]],
-) -> StoredEvaluation:
-    drawn = next(iter(stores.values())).header["drawn"]
-    labels = {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in benchmarks.items()}
-    responses = {name: stores[name].complete(prompts, drawn["samples"]) for name, prompts in benchmarks.items()}
-    graders = {name: store.header["graded"]["reward"] for name, store in stores.items()}
-    problems = {name: store.header["drawn"]["problems"] for name, store in stores.items()}
-    return StoredEvaluation(drawn, output, labels, responses, initial, graders, problems)
+    return {
+        name: evaluator.known_pass_rates(prompts)
+        if folder is None
+        else response_store.pass_rates(folder / f"{name}.jsonl", prompts)
+        for name, prompts in benchmarks.items()
+    }
 
 
 def evaluate(
@@ -148,14 +134,14 @@ def evaluate(
         stores: dict[str, ResponseStore] = {}
         for name, prompts in benchmarks.items():
             # The word, because two commands may have drawn two benchmarks with equal ids and the same noise.
-            drawn = drawn_with(
+            drawn = response_store.drawn_with(
                 config, fingerprint, settings, settings.samples, prompts,
                 stop_ids=list(components.tokenizer.stop_ids), iteration=iteration, stream=words[name],
             )  # fmt: skip
-            header = {"drawn": drawn, "graded": graded_by(config, graders.get(name, ""), prompts)}
-            stores[name] = ResponseStore(of_process(output / f"{name}.jsonl"), header)
+            header = {"drawn": drawn, "graded": response_store.graded_by(config, graders.get(name, ""), prompts)}
+            stores[name] = ResponseStore(response_store.of_process(output / f"{name}.jsonl"), header)
         missing = {
-            name: wanted_by_writer(prompts, stores[name].missing(prompts, settings.samples))
+            name: response_store.wanted_by_writer(prompts, stores[name].missing(prompts, settings.samples))
             for name, prompts in benchmarks.items()
         }
         verifier_pool = components_lib.verifier_pool(config, output)
@@ -192,7 +178,7 @@ def evaluate(
                 draw_this = functools.partial(draw, samples=settings.samples)
                 fixed_draws.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
                 stores[name].finish(benchmarks[name])
-    result = _result(output, benchmarks, stores, rates) if processes.is_writer() else None
+    result = StoredEvaluation(output, benchmarks, stores, rates) if processes.is_writer() else None
     responses = {} if result is None else result.responses
     fixed_draws.check_graded(config, components.graders(verifier_pool), "the evaluation", responses.values(), _REMEDY)
     return result
@@ -219,7 +205,8 @@ def regrade(
         stores: dict[str, ResponseStore] = {}
         for name, prompts in benchmarks.items():
             file = output / f"{name}.jsonl"
-            stored, graded = read_header(file), graded_by(config, graders.get(name, ""), prompts)
+            stored = response_store.read_header(file)
+            graded = response_store.graded_by(config, graders.get(name, ""), prompts)
             header = {"drawn": stored["drawn"] | {"problems": hash_of_problems(prompts)}, "graded": graded}
             before, now = (each["reward"] for each in (stored["graded"], graded))
             print(f"{name}: graded by {now}" + (f", in place of {before}" if now != before else ", again"), flush=True)
@@ -242,7 +229,7 @@ def regrade(
             begin = progress.done
             for done in store.regrade(grade):
                 progress.reach(begin + done, name)
-    result = _result(output, benchmarks, stores, rates)
+    result = StoredEvaluation(output, benchmarks, stores, rates)
     counts = {name: (len(result.responses[name]), len(prompts)) for name, prompts in benchmarks.items()}
     unfinished = [f"{name} {found:,} of {wanted:,}" for name, (found, wanted) in counts.items() if found < wanted]
     if unfinished:
