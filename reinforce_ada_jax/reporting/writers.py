@@ -9,7 +9,7 @@ import pathlib
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from reinforce_ada_jax.files.durable import read_records, write_atomically
@@ -50,10 +50,12 @@ class MetricsWriter:
         lines = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
         self.lacking = last_iteration - len({line["iteration"] for line in lines})
         write_atomically(self._file, "".join(map(_to_line, lines)))
-        projects = _projects(trackers)
-        self._wandb = _start_wandb(workdir, projects["wandb"], quiet=quiet) if "wandb" in projects else None
-        self._trackio = _start_trackio(workdir, projects["trackio"], quiet=quiet) if "trackio" in projects else None
-        self._tensorboard = _TensorBoard(workdir / "tensorboard", last_iteration) if "tensorboard" in projects else None
+        start: dict[str, Callable[[str], Any]] = {
+            "wandb": lambda project: _start_wandb(workdir, project, quiet=quiet),
+            "trackio": lambda project: _start_trackio(workdir, project, quiet=quiet),
+            "tensorboard": lambda _: _TensorBoard(workdir / "tensorboard", last_iteration),
+        }
+        self._trackers = [start[name](project) for name, project in _projects(trackers).items() if name in start]
 
     def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
         """Writes one line, which is on disk when this returns, and the plots."""
@@ -62,23 +64,15 @@ class MetricsWriter:
         self.plot(iteration, metrics)
 
     def plot(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.write(iteration, metrics)
-        if self._wandb is not None:
-            # Iterations repeated after a resume are dropped there because their step is past; their numbers are equal.
-            self._wandb.log(dict(metrics), step=iteration)
-        if self._trackio is not None:
-            self._trackio.log(dict(metrics), step=iteration)  # a repeated iteration is a second, equal point
+        for tracker in self._trackers:
+            # An iteration that is repeated after a resume has equal numbers. Weights & Biases drops it because its step
+            # is past, in trackio it is a second point.
+            tracker.log(dict(metrics), step=iteration)
 
     def close(self) -> None:
-        if self._tensorboard is not None:
-            with contextlib.suppress(OSError):  # that of a write which failed before, and was raised there
-                self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        if self._trackio is not None:
+        for tracker in self._trackers:
             with _silence(self._quiet):
-                self._trackio.finish()
+                tracker.finish()
 
 
 class _TensorBoard:
@@ -105,14 +99,15 @@ class _TensorBoard:
     def _add(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
-    def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
+    def log(self, metrics: Mapping[str, int | float], step: int) -> None:
         """Writes the points of one iteration, which are on disk when this returns."""
         for name, value in metrics.items():
-            self._add(step=iteration, summary=self._scalar(name, value))
+            self._add(step=step, summary=self._scalar(name, value))
         self._records.flush()
 
-    def close(self) -> None:
-        self._records.close()
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):  # that of a write which failed before, and was raised there
+            self._records.close()
 
 
 def _stored_id(file: pathlib.Path) -> str:

@@ -86,29 +86,26 @@ class LimitedProtocol(H11Protocol):
 
     def _close_oldest(self) -> bool:
         """Closes the oldest connection without a request, first of those without headers; False if there is none."""
-        oldest = next((each for state in LIMITED for each in self.config.waiting[state]), None)
+        waiting = self.config.waiting
+        oldest = next((each for state in LIMITED for each, its in waiting.items() if its is state), None)
         if oldest is None:
             return False
-        oldest._leave()
+        del waiting[oldest]
         self.connections.discard(oldest)
         oldest.transport.abort()
         return True
-
-    def _leave(self) -> None:
-        for waiting in self.config.waiting.values():
-            waiting.pop(self, None)
 
     def _await(self, state: Any) -> None:
         """Limits the time of what the client sends now; None if nothing is expected."""
         if state is self._awaited:
             return
         self._awaited = state
-        self._leave()
+        self.config.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if state is not None:
-            self.config.waiting[state][self] = None
+            self.config.waiting[self] = state
             grace = BODY_GRACE_S if state is h11.SEND_BODY else 0.0
             self._timer = self.loop.call_later(self.config.request_s + grace, self._too_slow)
 
@@ -129,7 +126,7 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         if self.conn.their_state is not h11.SEND_BODY:
             self._await(None)  # uvicorn limits the time between two requests
-            self.config.waiting[h11.IDLE][self] = None
+            self.config.waiting[self] = h11.IDLE
 
     def pause_writing(self) -> None:
         """Ends a client that does not read its answer."""
@@ -144,7 +141,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
-        self._leave()
+        self.config.waiting.pop(self, None)
         super().connection_lost(exc)
         self.resume_writing()
 
@@ -156,8 +153,8 @@ class LimitedConfig(uvicorn.Config):
             lifespan="off", server_header=False, ws="none", **others,
         )  # fmt: skip
         self.request_s, self.most_connections = request_s, most
-        # Connections in the order in which they began to wait for their clients.
-        self.waiting: dict[Any, dict[LimitedProtocol, None]] = {state: {} for state in LIMITED}
+        # What connections wait for, in the order in which they began to.
+        self.waiting: dict[LimitedProtocol, Any] = {}
         for name in ("uvicorn.error", "asyncio"):
             logger = logging.getLogger(name)
             if not any(isinstance(each, RepeatedMessages) for each in logger.filters):

@@ -1,7 +1,8 @@
-"""Text of one response while its tokens come: stops are cut exactly, and each token keeps its part of the text."""
+"""Texts of responses while their tokens come: stops are cut exactly, and each token keeps its part of the text."""
 
+import collections
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,42 @@ from jaxtyping import Int
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.environments.tool_calls import partial_length
 from reinforce_ada_jax.serving.sampler import Sampled
-from reinforce_ada_jax.serving.text_stream import TextStream
+
+
+class TextStream:
+    """Text of a response in pieces, which joined are the text of all its tokens.
+
+    Decoding token by token would split characters whose UTF-8 spans several tokens, and lose the spaces with which
+    SentencePiece's words begin. So each piece is the difference that new tokens make after the ones before them, and
+    it is held back while it ends in U+FFFD, which stands for an incomplete character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        # Tokens of the last piece, which the next one needs before it; then new ones.
+        self._tokens: list[int] = []
+        self._num_shown = 0
+
+    def _unseen(self) -> str:
+        shown, text = (
+            self._tokenizer.decode(np.array(tokens, np.int32))
+            for tokens in (self._tokens[: self._num_shown], self._tokens)
+        )
+        return text[len(shown) :]
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Returns the text that the new tokens complete; "" while a character is incomplete."""
+        self._tokens += tokens
+        piece = self._unseen()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._tokens = self._tokens[self._num_shown :]
+        self._num_shown = len(self._tokens)
+        return piece
+
+    def flush(self) -> str:
+        """Returns the rest after the last token: U+FFFD for an incomplete character."""
+        return self._unseen()
 
 
 class Piece(NamedTuple):
@@ -123,3 +159,34 @@ class ResponseText:
             return len(self.text)
         own = self.text[self._begin :]
         return len(self.text) - max((partial_length(own, stop) for stop in self._stops), default=0)
+
+
+class TextStops:
+    """The responses of one request as they grow, until one of its stops is in them.
+
+    `watch` is that of a `SampleJob`. `end` is called once with the index of a response that has a stop.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: Callable[[int], None]):
+        self._end = end
+        self._parts: dict[int, list[Sampled]] = collections.defaultdict(list)
+        self._texts: dict[int, ResponseText] = collections.defaultdict(
+            lambda: ResponseText(tokenizer, tokenizer.stop_ids, stops, keep_pieces=False)
+        )
+
+    def watch(self, index: int, new: Sampled, ended: bool) -> None:
+        """Ends a response if its new tokens complete a stop; one that has ended is left to `cut`."""
+        text = self._texts[index]
+        if not text.at_stop_text:
+            self._parts[index].append(new)
+            text.add(new)
+            if text.at_stop_text and not ended:
+                self._end(index)
+
+    def cut(self, index: int, found: Sampled) -> Sampled:
+        """Returns a finished response, up to the first token after which its text contains a stop."""
+        text, parts = self._texts[index], self._parts[index]
+        if not text.at_stop_text:
+            return found
+        tokens = np.concatenate([each.tokens for each in parts])[: text.num_tokens]
+        return Sampled(tokens, np.concatenate([each.logprobs for each in parts])[: text.num_tokens], stopped=True)

@@ -12,7 +12,7 @@ from reinforce_ada_jax.data import tokenizer_trial, vocabularies
 from reinforce_ada_jax.data.files import read_file
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.serving.text_stream import TextStream
+from reinforce_ada_jax.serving.response_text import TextStream
 from tests.data import shared
 
 pytestmark = shared.MARKS

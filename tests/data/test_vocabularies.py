@@ -11,7 +11,7 @@ import tiktoken
 
 from reinforce_ada_jax.data import vocabularies
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.serving.text_stream import TextStream
+from reinforce_ada_jax.serving.response_text import TextStream
 
 TEXTS = ["", " ", "  the cat\n\n sat", "1 + 1 = 2", "the the  the", "naïve 你好 🙂", "it's THE CAT'S mat\t12345"]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.serving.response_text import TextStops
 from reinforce_ada_jax.serving.sampler import Sampled
-from reinforce_ada_jax.serving.tinker.text_stops import TextStops
 from tests.serving.test_tokenizer import of_bytes
 
 TOKENIZER = of_bytes()

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.serving.text_stream import TextStream
+from reinforce_ada_jax.serving.response_text import TextStream
 
 
 def wrap(tokenizer: tokenizers.Tokenizer) -> Tokenizer:

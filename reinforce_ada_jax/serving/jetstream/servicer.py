@@ -17,7 +17,7 @@ from google.protobuf import unknown_fields
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import jetstream
-from reinforce_ada_jax.serving.text_stream import TextStream
+from reinforce_ada_jax.serving.response_text import TextStream
 
 pb2, _ = jetstream.protocol()
 

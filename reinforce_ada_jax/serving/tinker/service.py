@@ -22,6 +22,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 from reinforce_ada_jax.serving.http import Refusal, Served
+from reinforce_ada_jax.serving.response_text import TextStops
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.serving.tinker import adapters, protocol
@@ -29,7 +30,6 @@ from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank, LoadedAda
 from reinforce_ada_jax.serving.tinker.futures import SampleFuture, SampleFutures
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
 from reinforce_ada_jax.serving.tinker.store import MOST_SEQ, CheckpointRow, ModelRow, SamplerRow, Store
-from reinforce_ada_jax.serving.tinker.text_stops import TextStops
 
 # Stop tokens of one request.
 MAX_STOPS = 8
