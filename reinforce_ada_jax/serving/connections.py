@@ -6,7 +6,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -19,8 +19,7 @@ LISTEN_BACKLOG = 1024
 # The application refuses a slow body first, because it can say why.
 BODY_GRACE_S = 1.0
 UNREAD_S = 60.0
-# Headers and bodies must arrive in time. Where there are too many connections, they are closed in this order.
-LIMITED = (h11.IDLE, h11.SEND_BODY)
+ANOTHER = "another request"  # uvicorn limits the time until it begins
 REPEATED_S = 60.0
 TOO_SLOW = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
@@ -71,9 +70,9 @@ class LimitedProtocol(H11Protocol):
     """
 
     config: "LimitedConfig"
-    _awaited: Any = None  # a state of LIMITED
-    _timer: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    # What the client is awaited for: its headers, its body, another request; None while it awaits its answer.
+    _awaited: Any = None
+    _since = _unread_since = 0.0  # seconds of the event loop's clock
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -85,65 +84,48 @@ class LimitedProtocol(H11Protocol):
         self._await(h11.IDLE)
 
     def _close_oldest(self) -> bool:
-        """Closes the oldest connection without a request, first of those without headers; False if there is none."""
-        waiting = self.config.waiting
-        oldest = next((each for state in LIMITED for each, its in waiting.items() if its is state), None)
-        if oldest is None:
+        """Closes the oldest connection without a request, last of those that send a body; False if there is none."""
+        waiting = [each for each in self.connections if each._awaited is not None]
+        if not waiting:
             return False
-        del waiting[oldest]
+        oldest = min(waiting, key=lambda each: (each._awaited is h11.SEND_BODY, each._since))
         self.connections.discard(oldest)
         oldest.transport.abort()
         return True
 
     def _await(self, state: Any) -> None:
-        """Limits the time of what the client sends now; None if nothing is expected."""
-        if state is self._awaited:
-            return
-        self._awaited = state
-        self.config.waiting.pop(self, None)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if state is not None:
-            self.config.waiting[self] = state
-            grace = BODY_GRACE_S if state is h11.SEND_BODY else 0.0
-            self._timer = self.loop.call_later(self.config.request_s + grace, self._too_slow)
-
-    def _too_slow(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            if self._awaited is h11.IDLE:
-                self.transport.write(TOO_SLOW)
-            self.transport.close()
-        else:
-            self.transport.abort()
+        if state is not self._awaited:
+            self._awaited, self._since = state, self.loop.time()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         state = self.conn.their_state
-        self._await(state if state in LIMITED else None)
+        self._await(state if state in (h11.IDLE, h11.SEND_BODY) else None)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is not h11.SEND_BODY:
-            self._await(None)  # uvicorn limits the time between two requests
-            self.config.waiting[self] = h11.IDLE
+            self._await(ANOTHER)
 
     def pause_writing(self) -> None:
-        """Ends a client that does not read its answer."""
         super().pause_writing()
-        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._unread_since = self.loop.time()
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._await(None)
-        self.config.waiting.pop(self, None)
-        super().connection_lost(exc)
-        self.resume_writing()
+    def end_if_slow(self) -> None:
+        """Ends a client that has not sent its request in time, or does not read its answer."""
+        now, limit_s = self.loop.time(), self.config.request_s
+        if self.transport.is_closing():
+            return
+        if self.flow.write_paused and now > self._unread_since + UNREAD_S:
+            self.transport.abort()
+        elif self._awaited is h11.IDLE and now > self._since + limit_s:
+            self.transport.write(TOO_SLOW)
+            self.transport.close()
+        elif self._awaited is h11.SEND_BODY and now > self._since + limit_s + BODY_GRACE_S:
+            if self.cycle.response_complete:
+                self.transport.close()
+            else:
+                self.transport.abort()
 
 
 class LimitedConfig(uvicorn.Config):
@@ -153,8 +135,6 @@ class LimitedConfig(uvicorn.Config):
             lifespan="off", server_header=False, ws="none", **others,
         )  # fmt: skip
         self.request_s, self.most_connections = request_s, most
-        # What connections wait for, in the order in which they began to.
-        self.waiting: dict[LimitedProtocol, Any] = {}
         for name in ("uvicorn.error", "asyncio"):
             logger = logging.getLogger(name)
             if not any(isinstance(each, RepeatedMessages) for each in logger.filters):
@@ -174,6 +154,11 @@ class LimitedServer(uvicorn.Server):
         for each in sockets or ():
             each.listen(LISTEN_BACKLOG)  # more connections than the event loop accepts in one go wait for their turn
         self.on_listening()
+
+    async def on_tick(self, counter: int) -> bool:
+        for each in self.server_state.connections:
+            cast(LimitedProtocol, each).end_if_slow()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.on_stop()
