@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from reinforce_ada_jax.files import model_files
-from reinforce_ada_jax.files.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
+from reinforce_ada_jax.files.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, begin_with, split_into_bytes
 
 _BYTE_PAIR_CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
 
@@ -173,13 +173,6 @@ def _add(
             )
 
 
-def _begin_with(tokenizer: tokenizers.Tokenizer, token: str) -> None:
-    """Adds a token before every text that is encoded with special tokens."""
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", special_tokens=[(token, tokenizer.token_to_id(token))]
-    )
-
-
 # Most letters that the replacements of a tokenizer may make of one; published ones put one for a space.
 MAX_EXPANSION = 1000
 
@@ -221,11 +214,11 @@ def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Toke
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     else:
         tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = _split_into_bytes(QWEN2_SPLIT)
+        tokenizer.pre_tokenizer = split_into_bytes(QWEN2_SPLIT)
     tokenizer.decoder = decoders.ByteLevel()
     _add(tokenizer, *_added_tokens(folder, config), folder)
     if config.get("add_bos_token"):
-        _begin_with(tokenizer, token_text(config["bos_token"]))
+        begin_with(tokenizer, token_text(config["bos_token"]))
     return tokenizer
 
 
@@ -235,15 +228,6 @@ def token_text(entry: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(f"tokenizer_config.json names the token {entry!r:.80}, which is not text: copy it again.")
     return text
-
-
-def _split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
 
 
 def _byte_letters() -> list[str]:
@@ -293,7 +277,7 @@ def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokeni
         merges += ((written[left], written[right]) for left, right in pairs)
     vocabulary = {written[token]: rank for token, rank in ranks.items()}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    tokenizer.pre_tokenizer = _split_into_bytes(LLAMA3_SPLIT)
+    tokenizer.pre_tokenizer = split_into_bytes(LLAMA3_SPLIT)
     tokenizer.decoder = decoders.ByteLevel()
     added, ids = _added_tokens(folder, config)
     if not added:
@@ -301,7 +285,7 @@ def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokeni
         ids = list(range(len(ranks), len(ranks) + len(added)))
     _add(tokenizer, added, ids, folder)
     if config.get("add_bos_token", True):
-        _begin_with(tokenizer, token_text(config.get("bos_token", LLAMA3_SPECIAL_TOKENS[0])))
+        begin_with(tokenizer, token_text(config.get("bos_token", LLAMA3_SPECIAL_TOKENS[0])))
     return tokenizer
 
 

@@ -6,7 +6,11 @@ are the rules of the published tokenizer.json files.
 
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from reinforce_ada_jax.files import gguf
 
@@ -15,19 +19,28 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
-_BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
-def _split(pattern: str) -> list[dict[str, Any]]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [split, _BYTES | {"use_regex": False}]
+def split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Returns the rule that splits text by a pattern, and its parts into bytes."""
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-PRE_TOKENIZERS = {
-    "gpt-2": [_BYTES],
-    "smollm": [{"type": "Digits", "individual_digits": True}, _BYTES],
-    "qwen2": _split(QWEN2_SPLIT),
-    "llama-bpe": _split(LLAMA3_SPLIT),
+def begin_with(tokenizer: tokenizers.Tokenizer, token: str) -> None:
+    """Adds a token before every text that is encoded with special tokens."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.token_to_id(token))]
+    )
+
+
+PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    "qwen2": lambda: split_into_bytes(QWEN2_SPLIT),
+    "llama-bpe": lambda: split_into_bytes(LLAMA3_SPLIT),
 }
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that are split off before the rest is merged
 # End tokens: of a text, of a turn, and of a message.
@@ -77,7 +90,7 @@ class _Metadata:
         return begin
 
 
-def _tokenizer_json(metadata: _Metadata) -> dict[str, Any]:
+def _tokenizer(metadata: _Metadata) -> tokenizers.Tokenizer:
     kind, pre = metadata.get("model"), metadata.get("pre")
     if kind != "gpt2":
         raise ValueError(
@@ -89,39 +102,26 @@ def _tokenizer_json(metadata: _Metadata) -> dict[str, Any]:
             f"its tokenizer splits text by the rule {pre!r:.40}; those known are {', '.join(PRE_TOKENIZERS)}. Use the "
             "model's Hugging Face folder"
         )
-    merges = [merge.split(" ") for merge in metadata.texts("merges")]
+    merges = [tuple(merge.split(" ")) for merge in metadata.texts("merges")]
     if not all(len(merge) == 2 for merge in merges):
         raise ValueError("a merge of its tokenizer is no pair of tokens")
-    added = [
-        {
-            "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, "special": kind == CONTROL,
-        }
-        for index, (token, kind) in enumerate(zip(metadata.tokens, metadata.kinds, strict=True))
-        if kind in (CONTROL, USER_DEFINED)
-    ]  # fmt: skip
     begin = metadata.first_id()
-    first = None if begin is None else metadata.tokens[begin]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
-        "post_processor": None if first is None else {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": first, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {first: {"id": first, "ids": [begin], "tokens": [first]}},
-        },
-        "decoder": _BYTES,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre == "llama-bpe",
-            "vocab": {token: index for index, token in enumerate(metadata.tokens)}, "merges": merges,
-        },
-    }  # fmt: skip
+    try:
+        vocabulary = {token: index for index, token in enumerate(metadata.tokens)}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+        tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[pre](), decoders.ByteLevel()
+        if pre == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
+        for kind in (CONTROL, USER_DEFINED):
+            of_kind = [token for token, each in zip(metadata.tokens, metadata.kinds, strict=True) if each == kind]
+            tokenizer.add_tokens(
+                [tokenizers.AddedToken(token, normalized=False, special=kind == CONTROL) for token in of_kind]
+            )
+        if begin is not None:
+            begin_with(tokenizer, metadata.tokens[begin])
+    except Exception as error:  # those of `tokenizers` have no kind of their own
+        raise ValueError(f"its vocabulary and merges are not byte pairs ({error!s:.200})") from error
+    return tokenizer
 
 
 def files(file: pathlib.Path) -> dict[str, str]:
@@ -134,7 +134,7 @@ def files(file: pathlib.Path) -> dict[str, str]:
         config |= {name: metadata.tokens[index] for name, index in named.items() if index is not None}
         config["clean_up_tokenization_spaces"] = False
         ends = sorted({index for key in ENDS if (index := metadata.token_id(key)) is not None})
-        tokenizer = _tokenizer_json(metadata)
+        tokenizer = _tokenizer(metadata)
         template = header.metadata.get("tokenizer.chat_template")
         if not isinstance(template, str | None):
             raise ValueError("its chat template is not text")
@@ -142,7 +142,7 @@ def files(file: pathlib.Path) -> dict[str, str]:
         raise ValueError(f"{file}: {error}.") from error
     generation = {"bos_token_id": named["bos_token"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     texts = {
-        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False),
+        "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2) + "\n",
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
     }
