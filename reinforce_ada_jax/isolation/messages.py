@@ -25,16 +25,11 @@ def to_line(message: Mapping[str, Any]) -> bytes:
 
 def send(connection: socket.socket, line: bytes, time_limit_s: float) -> None:
     """Sends a line; OSError if the other end is closed, or reads too little of a long line within the time limit."""
+    connection.settimeout(time_limit_s)
     try:
-        sent = connection.send(line, socket.MSG_DONTWAIT)  # all of it, almost always, in one system call
-    except BlockingIOError:
-        sent = 0
-    if sent < len(line):
-        connection.settimeout(time_limit_s)
-        try:
-            connection.sendall(line[sent:])
-        finally:
-            connection.settimeout(None)
+        connection.sendall(line)
+    finally:
+        connection.settimeout(None)
 
 
 class Inbox:

@@ -29,11 +29,11 @@ class _MountAttributes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace")]
 
 
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
     if result:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -41,15 +41,15 @@ def _check(result: int, what: str) -> None:
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind)]
-    result = _libc().mount(*texts, ctypes.c_ulong(flags), None if options is None else options.encode())
-    _check(result, f"mount {target}")
+    result = libc().mount(*texts, ctypes.c_ulong(flags), None if options is None else options.encode())
+    check(result, f"mount {target}")
 
 
 def _read_only(target: str) -> None:
     attributes = _MountAttributes(_RDONLY | _NOSUID, 0, 0, 0)
     arguments = (ctypes.c_int(_AT_FDCWD), target.encode(), ctypes.c_uint(_AT_RECURSIVE), ctypes.byref(attributes))
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    _check(_libc().syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments, size), f"mount_setattr {target}")
+    check(libc().syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments, size), f"mount_setattr {target}")
 
 
 def _bind(root: str, path: str) -> None:
@@ -84,7 +84,7 @@ def enter(owner: int | None) -> None:
     """
     user, group = os.getuid(), os.getgid()
     flags = _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS | _NEW_NET | (_NEW_USER if owner is None else 0)
-    _check(_libc().unshare(flags), "unshare")
+    check(libc().unshare(flags), "unshare")
     if owner is None:
         pathlib.Path("/proc/self/setgroups").write_text("deny")
         pathlib.Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -110,4 +110,4 @@ def new_root(owner: int | None, size_bytes: int) -> None:
 
 def protect() -> None:
     """Makes this process unreadable for the processes that it starts."""
-    _check(_libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    check(libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")

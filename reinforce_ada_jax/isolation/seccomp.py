@@ -9,6 +9,8 @@ import errno
 import platform
 import sys
 
+from reinforce_ada_jax.isolation.namespaces import check, libc
+
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of 32-bit words
@@ -89,13 +91,10 @@ def install(*, signals: bool) -> None:
     """
     if sys.platform != "linux":
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    check(libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     if not SUPPORTED:
         return
     instructions = _instructions(signals)
     array = (_Instruction * len(instructions))(*instructions)
     program = _Program(len(instructions), array)
-    if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
+    check(libc().prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0), "prctl(PR_SET_SECCOMP)")
