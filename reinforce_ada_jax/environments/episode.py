@@ -27,11 +27,6 @@ class Invalid(Exception):
 ROLES = ("user", "tool", "system")
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
 def messages_of(value: Any, method: str) -> list[Message]:
     """Returns the messages that a method of an environment returned; Invalid if it is no list of others' messages."""
     if isinstance(value, list | tuple) and value:
@@ -40,7 +35,7 @@ def messages_of(value: Any, method: str) -> list[Message]:
             return found
     end = "" if method == "reset" else ", or a finite number, the final reward"
     raise Invalid(
-        f"{method}() returned {_shown(value)}: it must return a list of messages, each with role (user, tool or "
+        f"{method}() returned {value!r:.200}: it must return a list of messages, each with role (user, tool or "
         f"system) and content{end}"
     )
 
@@ -86,7 +81,7 @@ class Episode:
         if isinstance(value, numbers.Real):
             reward = float(value)
             if not math.isfinite(reward):
-                raise Invalid(f"step() returned {_shown(value)}: the final reward must be finite")
+                raise Invalid(f"step() returned {value!r:.200}: the final reward must be finite")
             return reward
         reply = messages_of(value, "step")
         self.messages += reply

@@ -130,9 +130,10 @@ class Chat(vf.Harness):
             if not message.get("tool_calls"):
                 return done
             for call in message["tool_calls"]:
-                function = call["function"]
-                content = await self._call(tools, function["name"], json.loads(function["arguments"]), trace.state)
-                result = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": content}
+                name, content = call["function"]["name"], f"error: unknown tool {call['function']['name']!r}"
+                if name in tools:
+                    content = await tools[name].call(json.loads(call["function"]["arguments"]), trace.state)
+                result = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
                 messages.append(bound_tool_message(result))
 
     async def _started(self, trace: "vf.Trace") -> dict[str, Tool]:
@@ -144,10 +145,6 @@ class Chat(vf.Harness):
                 await toolset.setup_task(trace.task.data)
                 self._tools |= await tools_of(toolset)
         return self._tools
-
-    @staticmethod
-    async def _call(tools: Mapping[str, Tool], name: str, arguments: dict[str, Any], state: "vf.State") -> Any:
-        return await tools[name].call(arguments, state) if name in tools else f"error: unknown tool {name!r}"
 
     async def cleanup(self, trace: "vf.Trace", runtime: "vf.Runtime") -> None:
         for toolset in self.toolsets:

@@ -35,12 +35,12 @@ def write_atomically(file: AnyPath, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    sync_names(file.parent)
+    sync(file.parent)
 
 
-def sync_names(folder: pathlib.Path) -> None:
-    """Makes the names of a folder's files survive the loss of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: pathlib.Path) -> None:
+    """Makes a file's content, or the names in a folder, survive the loss of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -62,7 +62,7 @@ def read_object(file: pathlib.Path, remedy: str) -> dict[str, Any]:
     return json_object(file.read_bytes(), buckets.origin(file), remedy)
 
 
-def json_object(content: str | bytes, name: object, remedy: str) -> dict[str, Any]:
+def json_object(content: str | bytes, name: object = "it", remedy: str = "") -> dict[str, Any]:
     """Returns the object in JSON; raises ValueError for other content, with `name` and `remedy` in its message."""
     try:
         value = json.loads(content)

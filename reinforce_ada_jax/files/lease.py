@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.files.durable import json_object
 
 RENEW_S, STALE_S = 10.0, 40.0
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -91,11 +92,9 @@ class Lease:
 
     @staticmethod
     def _parsed(content: bytes) -> dict[str, Any]:
-        try:
-            holder = json.loads(content)
-        except (ValueError, RecursionError):
-            holder = {}
-        return holder if isinstance(holder, dict) else {}
+        with contextlib.suppress(ValueError):
+            return json_object(content)
+        return {}
 
     def _write(self, expected: bytes) -> bool:
         """Writes the object if it has the `expected` generation; returns False if it has another one."""

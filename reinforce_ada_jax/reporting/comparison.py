@@ -37,14 +37,6 @@ class Comparison:
         return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
 
 
-def _costs(history: History) -> list[str]:
-    """Returns the zero-signal share of the early updates, tokens, and tokens per update."""
-    early = history.metrics["collection/zero_signal_share"][history.updates <= EARLY_UPDATES]
-    tokens = history.tokens[-1]
-    share = f"{early.mean():.2f}" if early.size else ""
-    return [share, f"{tokens:,.0f}", f"{tokens / history.updates[-1]:,.0f}"]
-
-
 def _sentence(first: History, second: History, benchmark: str) -> str:
     """Returns a sentence that compares two runs after equal updates, and at equal numbers of generated tokens.
 
@@ -75,7 +67,10 @@ def compare(histories: Sequence[History], benchmark: str) -> Comparison:
         accuracy = history.evaluations[benchmark]
         values = zip(accuracy.average.tolist(), accuracy.error.tolist(), strict=True)
         averages = dict(zip(accuracy.updates.astype(int).tolist(), values, strict=True))
-        runs.append(ComparedRun(history.name, averages, _costs(history)))
+        early = history.metrics["collection/zero_signal_share"][history.updates <= EARLY_UPDATES]
+        tokens, share = history.tokens[-1], f"{early.mean():.2f}" if early.size else ""
+        costs = [share, f"{tokens:,.0f}", f"{tokens / history.updates[-1]:,.0f}"]
+        runs.append(ComparedRun(history.name, averages, costs))
     title = f"{benchmark} avg@{histories[0].samples} after"
     cost_names = (f"zero-signal 1-{EARLY_UPDATES}", "tokens", "tokens/update")
     both = len(histories) == len(evaluated) > 1

@@ -1,7 +1,6 @@
 """Runs that go on: their files are read from where the last reading ended. Lines that are damaged are left out."""
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.files.durable import json_object
 from reinforce_ada_jax.reporting import comparison, curves, page, samples
 from reinforce_ada_jax.reporting.history import CONFIG, NEEDED, History, of_lines, unique_names
 from reinforce_ada_jax.reporting.samples import SampledResponses
@@ -26,10 +26,8 @@ NOTHING: Known = (-1, 0, 0)
 def parsed(line: bytes, after: int) -> Metrics | None:
     """Returns the metrics of a line; None if it holds none, or those of an iteration that is not after `after`."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
+        found = json_object(line)
+    except ValueError:
         return None
     metrics = {key: value for key, value in found.items() if type(value) in (int, float) and abs(value) < LARGEST}
     iteration = metrics.get("iteration")

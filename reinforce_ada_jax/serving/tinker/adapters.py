@@ -1,6 +1,5 @@
 """Adapters and optimiser states in the work directory: folders that `peft` reads, with the optimiser beside them."""
 
-import os
 import pathlib
 import shutil
 from typing import cast
@@ -36,18 +35,15 @@ def save(
             leaves = jax.device_get(jax.tree.leaves((state.optimizer, state.updates)))
             arrays = {str(number): np.asarray(leaf) for number, leaf in enumerate(leaves)}
             save_file(arrays, partial / OPTIMIZER)
-        for file in partial.iterdir():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        durable.sync_names(partial)
+        for path in (*partial.iterdir(), partial):
+            durable.sync(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # what is left to write on a full disk needs its place
         raise
     if folder.exists():
         folder.rename(aside)
     partial.rename(folder)
-    durable.sync_names(folder.parent)
+    durable.sync(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -166,15 +166,10 @@ class Store:
         """
         with self.transaction():
             waiting = self._run(
-                "SELECT r.id FROM requests r JOIN models m ON m.id = r.model "
-                "WHERE m.session = ? AND r.content_type IS NULL",
-                session,
-            )
-            for row in waiting:
-                self._run(
-                    "UPDATE requests SET content_type = ?, result = ?, body = NULL WHERE id = ?",
-                    answer.content_type, answer.body, row["id"],
-                )  # fmt: skip
+                "UPDATE requests SET content_type = ?, result = ?, body = NULL WHERE content_type IS NULL "
+                "AND model IN (SELECT id FROM models WHERE session = ?) RETURNING id",
+                answer.content_type, answer.body, session,
+            )  # fmt: skip
             self._run("UPDATE sessions SET ended = ? WHERE id = ?", why, session)
             self._run("UPDATE models SET ended = ? WHERE session = ?", why, session)
             self._run("DELETE FROM samplers WHERE session = ?", session)

@@ -124,7 +124,11 @@ class Worker(DeviceThread):
         except sqlite3.Error as error:
             if not disk_is_full(error):
                 raise
-            self._wait_for_space(request)
+            if not self._is_full:
+                print(f"warning: {FULL_DISK} Requests wait until then.", file=sys.stderr, flush=True)
+            self._is_full = True
+            self._forget_gradients(request.model)
+            self._stopping.wait(IDLE_S)  # then it runs again
         else:
             self._is_full = False
             self.service.on_result(request.id)
@@ -143,14 +147,6 @@ class Worker(DeviceThread):
                 return protocol.error_result(FULL_DISK, protocol.SERVER)
             traceback.print_exc(file=sys.stderr)
             return protocol.error_result(f"{type(error).__name__}: {error!s:.500}", protocol.SERVER)
-
-    def _wait_for_space(self, request: RequestRow) -> None:
-        """Waits before a request runs again because the disk had no room for its result."""
-        if not self._is_full:
-            print(f"warning: {FULL_DISK} Requests wait until then.", file=sys.stderr, flush=True)
-        self._is_full = True
-        self._forget_gradients(request.model)
-        self._stopping.wait(IDLE_S)
 
     def _forget_gradients(self, model_id: str) -> None:
         """Restores a model after a failure, which may have used its summed gradients in part."""
