@@ -51,7 +51,7 @@ def build(settings: ServerSettings) -> "Components":
     )
 
 
-def _weights(components: "Components", settings: ServerSettings) -> "Params":
+def _weights(components: "Components") -> "Params":
     from reinforce_ada_jax.policy import huggingface
 
     return huggingface.load(components.folder, components.mesh, components.engine.dtype)[1]
@@ -78,7 +78,7 @@ def serve_http(settings: ServerSettings) -> None:
         served = []
         for name, folder in settings.model_folders().items():
             components = build(dataclasses.replace(settings, model=folder))
-            load = functools.partial(_weights, components, settings)
+            load = functools.partial(_weights, components)
             served.append(Served(
                 name, components.folder, components.tokenizer, components.engine, load,
                 # A name of its own is one that clients know the tokenizer by.
@@ -126,7 +126,7 @@ def serve_grpc(settings: ServerSettings) -> None:
         engine = JetStreamEngine(components.engine, components.tokenizer, settings.sampling)
     # Until the server listens to signals itself: an end without a stack trace, there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    asyncio.run(server.serve(settings, components.folder, engine, functools.partial(_weights, components, settings)))
+    asyncio.run(server.serve(settings, components.folder, engine, functools.partial(_weights, components)))
 
 
 def main(settings: ServerSettings) -> None:

@@ -149,10 +149,12 @@ class Sampler:
 
     def warm_up(self) -> None:
         """Compiles everything that sampling runs: no client waits for the compiler."""
-        prompt = np.zeros(self.engine.options.max_prompt_tokens, np.int32)
-        self.submit(SampleJob("warm up", prompt, 1, SamplingParams(1), (), 0, _ignore))
+        prompt, found = np.zeros(self.engine.options.max_prompt_tokens, np.int32), []
+        self.submit(SampleJob("warm up", prompt, 1, SamplingParams(1), (), 0, found.append))
         while self.busy:
             self.turn()
+        if isinstance(found[0], Exception):
+            raise found[0]
 
     def turn(self) -> None:
         """Starts requests, submits a window, and reads the one before it."""
@@ -278,11 +280,6 @@ def _watch(request: Request, found: Sampled, ended: bool) -> None:
     if job.watch is not None and (ended or len(found.tokens) > begin):
         job.num_watched[index] = max(begin, len(found.tokens))
         job.watch(index, Sampled(found.tokens[begin:].copy(), found.logprobs[begin:].copy(), found.stopped), ended)
-
-
-def _ignore(found: list[Sampled] | Exception) -> None:
-    if isinstance(found, Exception):
-        raise found
 
 
 def _address(request: Request) -> np.ndarray:

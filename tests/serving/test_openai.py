@@ -407,19 +407,19 @@ class Encoder:
     def __init__(self):
         self.prompts, self.begun, self.go_on = [], threading.Event(), threading.Event()
 
-    def encode(self, tokenizer, text, *rest, encode=Tokenizer.encode):
+    def encode(self, tokenizer, text, encode=Tokenizer.encode, **rest):
         self.prompts.append(text)
         self.begun.set()
         assert self.go_on.wait(60)
-        return encode(tokenizer, text, *rest)
+        return encode(tokenizer, text, **rest)
 
 
 @pytest.fixture
 def encoder(monkeypatch):
     encoder = Encoder()
 
-    def encode(*given):
-        return encoder.encode(*given)
+    def encode(tokenizer, text, **rest):
+        return encoder.encode(tokenizer, text, **rest)
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     return encoder

@@ -253,8 +253,7 @@ def exchanged(asked, terms, prompt, text, at_a_time=4):
             return made
 
         first = call()
-        while not first.is_finished:
-            await first.changed()
+        await first.finished()
         with ThreadPoolExecutor(1) as executor:
             events = "".join([event async for event in Answer(asked, call(), executor).events()]).split("\n\n")
             whole = Answer(asked, first, executor).whole()

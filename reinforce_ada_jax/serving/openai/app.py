@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import prometheus_client
-from jaxtyping import Int
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -158,7 +157,7 @@ class App:
         self._admit(terms.num_samples * len(asked.prompts))
         prompts: Prompts = []
         for prompt in asked.prompts:  # one at a time, so that prompts of other requests come between
-            prompts.append(await self._tokenize(served, partial(self._prompt, served, prompt, bool(asked.echo))))
+            prompts.append(await self._tokenize(served, partial(_prompt, served, prompt, echo=bool(asked.echo))))
             if await request.is_disconnected():
                 return Response(status_code=HUNG_UP)
         return await self._answer(request, asked, served, prompts, terms)
@@ -170,9 +169,8 @@ class App:
 
         def render() -> PromptText:
             text = served.tokenizer.render_messages(messages, asked.offered_tools)
-            self._check_size(served, text)
             # The template writes BOS itself where the model has one.
-            return PromptText(self._checked(served, served.tokenizer.encode(text, add_special_tokens=False)))
+            return _prompt(served, text, add_special_tokens=False)
 
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         terms = self._terms(asked, served, most)
@@ -193,34 +191,6 @@ class App:
         except ValueError as error:
             # Where the folder is concerns no client.
             raise Invalid(str(error).replace(str(served.tokenizer.folder), served.name)) from error
-
-    def _check_size(self, served: Served, text: str) -> None:
-        longest = served.engine.options.max_prompt_tokens
-        if len(text) > longest * BYTES_PER_TOKEN:
-            why = f"the prompt has {len(text):,} characters, more than {longest:,} tokens can have"
-            raise Invalid(f"{why} (--max_prompt_tokens).", "prompt", "context_length_exceeded")
-
-    def _prompt(self, served: Served, prompt: str | list[int], echo: bool) -> PromptText:
-        given = prompt if isinstance(prompt, str) else None
-        if isinstance(prompt, str):
-            self._check_size(served, prompt)
-            tokens = served.tokenizer.encode(prompt)
-        else:
-            vocabulary = served.engine.architecture.vocab_size
-            if not all(0 <= token < vocabulary for token in prompt):
-                raise Invalid(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.", "prompt")
-            tokens = np.asarray(prompt, np.int32)
-        tokens = self._checked(served, tokens)
-        return PromptText(tokens, prompt_pieces(served.tokenizer, tokens, given) if echo else ())
-
-    def _checked(self, served: Served, tokens: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
-        longest = served.engine.options.max_prompt_tokens
-        if not 1 <= len(tokens) <= longest:
-            raise Invalid(
-                f"the prompt has {len(tokens):,} tokens, this server takes 1 to {longest:,} (--max_prompt_tokens).",
-                "prompt", "context_length_exceeded" if len(tokens) else None,
-            )  # fmt: skip
-        return tokens
 
     def _terms(self, asked: CompletionRequest | ChatRequest, served: Served, max_tokens: int | None) -> Terms:
         longest, default = served.engine.options.max_response_tokens, self.settings.sampling
@@ -275,11 +245,14 @@ class App:
                 answer.events(), media_type="text/event-stream", headers=STREAM_HEADERS,
                 background=BackgroundTask(self._end_call, call),
             )  # fmt: skip
+        watch = asyncio.create_task(_cancel_after_hang_up(request, call))
         try:
-            if not await _finished(request, call):
+            await call.finished()
+            if call.is_cancelled:
                 return Response(status_code=HUNG_UP)
             return await answer.made(lambda: JSONResponse(answer.whole()))
         finally:
+            watch.cancel()
             await self._end_call(call)
 
     def _admit(self, num_responses: int) -> None:
@@ -306,27 +279,33 @@ class App:
             self.metrics.first_token_s.observe(call.first_token_s)
 
 
+def _prompt(
+    served: Served, prompt: str | list[int], *, echo: bool = False, add_special_tokens: bool = True
+) -> PromptText:
+    longest, vocabulary = served.engine.options.max_prompt_tokens, served.engine.architecture.vocab_size
+    if isinstance(prompt, str):
+        if len(prompt) > longest * BYTES_PER_TOKEN:
+            why = f"the prompt has {len(prompt):,} characters, more than {longest:,} tokens can have"
+            raise Invalid(f"{why} (--max_prompt_tokens).", "prompt", "context_length_exceeded")
+        tokens = served.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    elif all(0 <= token < vocabulary for token in prompt):
+        tokens = np.asarray(prompt, np.int32)
+    else:
+        raise Invalid(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.", "prompt")
+    if not 1 <= len(tokens) <= longest:
+        raise Invalid(
+            f"the prompt has {len(tokens):,} tokens, this server takes 1 to {longest:,} (--max_prompt_tokens).",
+            "prompt", "context_length_exceeded" if len(tokens) else None,
+        )  # fmt: skip
+    given = prompt if isinstance(prompt, str) else None
+    return PromptText(tokens, prompt_pieces(served.tokenizer, tokens, given) if echo else ())
+
+
 def _stopping() -> Refusal:
     return Refusal(503, "the server stops: it ended the response after --grace_s.")
 
 
-async def _finished(request: Request, call: Call) -> bool:
-    """Waits until all responses have ended, or the client has hung up: then returns False."""
-
-    async def wait() -> None:
-        while not call.is_finished or call.error is not None:  # which `changed` raises
-            await call.changed()
-
-    async def hung_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    waits = asyncio.create_task(wait()), asyncio.create_task(hung_up())
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if waits[0].done():
-            waits[0].result()
-        return waits[0].done()
-    finally:
-        for each in waits:
-            each.cancel()
+async def _cancel_after_hang_up(request: Request, call: Call) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    call.cancel()

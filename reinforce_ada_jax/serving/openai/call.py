@@ -169,15 +169,10 @@ class Call:
         """Ends all responses; `changed` raises the error."""
         self.error = error
         self.cancel()
-        self._changed.set()
 
     def _end(self, choice: Choice, reason: str) -> None:
         choice.finish_reason = reason
         self._on_end(choice.text.num_tokens)
-
-    @property
-    def is_finished(self) -> bool:
-        return all(choice.finish_reason for choice in self.choices)
 
     @property
     def is_cancelled(self) -> bool:
@@ -199,8 +194,14 @@ class Call:
         if self.error is not None:
             raise self.error
 
+    async def finished(self) -> None:
+        """Waits until all responses have ended; raises as `changed` does."""
+        while self.error is not None or not all(choice.finish_reason for choice in self.choices):
+            await self.changed()
+
     def cancel(self) -> None:
         """Ends what has not ended: the slots are free after a window."""
+        self._changed.set()
         for choice in self.choices:
             if not choice.finish_reason:
                 self._end(choice, "cancelled")

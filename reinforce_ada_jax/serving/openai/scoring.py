@@ -91,9 +91,8 @@ class ScoreQueue:
 
     def _program(self, shape: tuple[int, int]) -> Future[Any]:
         if shape not in self._programs:
-            self._programs[shape] = future = self._compiler.submit(self._compile, shape)
+            arguments = self._params, *self._scorer.abstract_rows(shape)
+            future = self._compiler.submit(lambda: self._scorer.program.lower(*arguments).compile())
+            self._programs[shape] = future
             future.add_done_callback(lambda _: self._wake.set())
         return self._programs[shape]
-
-    def _compile(self, shape: tuple[int, int]) -> Any:
-        return self._scorer.program.lower(self._params, *self._scorer.abstract_rows(shape)).compile()
