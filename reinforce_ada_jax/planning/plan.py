@@ -20,16 +20,12 @@ UPDATE = ("begin update", "update", "finish update")
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A run on a slice: `options` are those of one replica's engine, and `config.mesh` covers the slice.
-
-    With `gathers_once` an update holds a gathered copy of the layers' weights.
-    """
+    """A run on a slice: `options` are those of one replica's engine, and `config.mesh` covers the slice."""
 
     config: Config
     architecture: Architecture
     options: EngineOptions
     chip: Chip
-    gathers_once: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,21 +116,18 @@ class AbstractRun:
 
 def abstract_run(config: Config, architecture: Architecture, options: EngineOptions, mesh: Mesh) -> AbstractRun:
     """Returns the run's components on a mesh whose devices need not exist."""
-    learner = Learner(architecture, config, mesh)
+    learner, base = Learner(architecture, config, mesh), None
+    if learner.lora is not None:  # the frozen weights under adapters, as `components.load_params` places them
+        make = functools.partial(init, architecture, dtype=jnp.dtype(config.model.compute_dtype))
+        base = with_shardings(jax.eval_shape(make, jax.random.key(0)), param_shardings(architecture, mesh))
     return AbstractRun(
         config=config,
         engine=Engine(architecture, options, mesh=mesh),
         learner=learner,
         state=abstract_state(config, learner),
         batch=abstract_batch(config, strategies.build(config.collection, regularized=config.regularized), learner),
-        base=None if learner.lora is None else _abstract_base(config, learner),
+        base=base,
     )
-
-
-def _abstract_base(config: Config, learner: Learner) -> Params:
-    """The frozen weights under adapters, as `components.load_params` places them."""
-    make = functools.partial(init, learner.architecture, dtype=jnp.dtype(config.model.compute_dtype))
-    return with_shardings(jax.eval_shape(make, jax.random.key(0)), param_shardings(learner.architecture, learner.mesh))
 
 
 # ---- its programs ------------------------------------------------------------------------------------------------

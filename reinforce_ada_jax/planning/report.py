@@ -77,7 +77,7 @@ def _gib(size: int | None) -> str:
 
 def _introduction(topology: str, deployment: Deployment, source: str, run: AbstractRun, means: Statistics) -> str:
     architecture, options, mesh = deployment.architecture, deployment.options, run.learner.mesh
-    adapters, gathered = "", "; they share one copy of the layers' weights" if deployment.gathers_once else ""
+    adapters, gathered = "", "; they share one copy of the layers' weights" if run.learner.gathers_once else ""
     update = run.learner.update
     chain = f", {update.micro_batches_per_program} in a program" if update.is_chain(run.batch) else ""
     if run.learner.lora is not None:
@@ -132,7 +132,7 @@ def check_slice(
     architecture, source = find_architecture(config.model.path, model)
     options = engine_options(config, architecture, chip.platform)
     run = abstract_run(config, architecture, options, _mesh_over(topology, config))
-    deployment = Deployment(config, architecture, options, chip, run.learner.gathers_once)
+    deployment = Deployment(config, architecture, options, chip)
     programs = engine_programs(run, means.context) + learner_programs(run)
     log(_introduction(topology, deployment, source, run, means))
     resident = resident_result(run, chip)
