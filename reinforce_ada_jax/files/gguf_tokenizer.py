@@ -102,7 +102,7 @@ def _tokenizer(metadata: _Metadata) -> tokenizers.Tokenizer:
             f"its tokenizer splits text by the rule {pre!r:.40}; those known are {', '.join(PRE_TOKENIZERS)}. Use the "
             "model's Hugging Face folder"
         )
-    merges = [tuple(merge.split(" ")) for merge in metadata.texts("merges")]
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in metadata.texts("merges")]
     if not all(len(merge) == 2 for merge in merges):
         raise ValueError("a merge of its tokenizer is no pair of tokens")
     begin = metadata.first_id()
