@@ -8,12 +8,11 @@ import pytest
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
-from reinforce_ada_jax.serving.jetstream.admission import Admission
-from reinforce_ada_jax.serving.jetstream.servicer import pb2
-from tests.serving.test_servicer import Call, Ended, finish, make, settle, text_request
+from reinforce_ada_jax.serving.jetstream.servicer import PREFILLED, REFUSED_CALLS, pb2
+from tests.serving.test_servicer import SLOTS, Call, Ended, finish, make, settle, text_request
 
 METHOD = "/jetstream_proto.Orchestrator/"
-MAX_CALLS = 8
+MAX_CALLS = SLOTS + PREFILLED + 3 + REFUSED_CALLS  # three may wait
 
 
 class AtOnce(type(make()[1])):
@@ -24,12 +23,12 @@ class AtOnce(type(make()[1])):
 
 
 @contextlib.asynccontextmanager
-async def serving(**limits):
+async def serving():
     """(servicer, channel) of a real server on loopback."""
     servicer, _ = make()
     servicer._driver = AtOnce()
     server, port = servicer_lib.make_server("127.0.0.1:0", 8)
-    Admission(servicer, **({"max_calls": MAX_CALLS, "max_peer_calls": 1000, "request_s": 0.5} | limits)).add_to(server)
+    servicer.add_to(server)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -123,10 +122,9 @@ class From(Call):
 
 def test_one_peer_leaves_calls_to_others():
     async def run():
-        servicer, _ = make()
-        admission = Admission(servicer, MAX_CALLS, 2, 30.0)
+        servicer, _ = make(peer_calls=2, request_s=30.0)
         peers = ["ipv4:10.0.0.1:1", "ipv4:10.0.0.1:2", "ipv4:10.0.0.1:3", "ipv6:%5B::1%5D:1"]
-        tasks = [asyncio.create_task(admission.decode(None, From(peer))) for peer in peers]
+        tasks = [asyncio.create_task(servicer.decode(None, From(peer))) for peer in peers]
         await settle()
         assert [task.done() for task in tasks] == [False, False, True, False]
         with pytest.raises(Ended, match="2 calls of this address are open.*--peer_calls") as ended:
@@ -134,13 +132,13 @@ def test_one_peer_leaves_calls_to_others():
         assert ended.value.args[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
         tasks[0].cancel()
         await settle()
-        further = asyncio.create_task(admission.decode(None, From("ipv4:10.0.0.1:4")))
+        further = asyncio.create_task(servicer.decode(None, From("ipv4:10.0.0.1:4")))
         await settle()
         assert not further.done() and (servicer.counts.refused, servicer.counts.hung_up) == (1, 1)
         for task in (*tasks, further):
             task.cancel()
         await settle()
-        assert not admission._open
+        assert not servicer._open
 
     finish(run())
 

@@ -13,6 +13,7 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
 from reinforce_ada_jax.serving.jetstream.servicer import PREFILLED, Servicer, pb2
+from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.training import components as components_lib
 from tests.serving.test_tokenizer import of_bytes
 
@@ -62,11 +63,12 @@ class Driver:
         request.return_channel.close()
 
 
-def make(waiting=3, tokenizer=None) -> tuple[Servicer, Driver]:
+def make(waiting=3, tokenizer=None, **limits) -> tuple[Servicer, Driver]:
     driver = Driver()
     engine = object.__new__(Engine)  # without programs: a servicer looks at its sizes only
     engine.options, engine.architecture = OPTIONS, types.SimpleNamespace(vocab_size=300)
-    return Servicer(driver, engine, tokenizer or of_bytes(), waiting), driver
+    settings = ServerSettings("m", waiting=waiting, **{"peer_calls": 1000, "request_s": 0.5} | limits)
+    return Servicer(driver, engine, tokenizer or of_bytes(), settings), driver
 
 
 def text_request(text="ab", max_tokens=16):

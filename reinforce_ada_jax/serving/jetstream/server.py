@@ -21,7 +21,6 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import buckets
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
-from reinforce_ada_jax.serving.jetstream.admission import Admission
 from reinforce_ada_jax.serving.jetstream.engine import JetStreamEngine
 from reinforce_ada_jax.serving.settings import ServerSettings
 
@@ -112,9 +111,8 @@ async def serve(
         # One engine for both: prefills wait for slots, so no more than a few prefixes are in memory.
         [engine], [engine], [params], [params], interleaved_mode=True, jax_padding=False,
     )  # fmt: skip
-    servicer = servicer_lib.Servicer(driver, engine.engine, engine.tokenizer, settings.waiting)
-    calls = settings.slots + servicer_lib.PREFILLED + settings.waiting + servicer_lib.REFUSED_CALLS
-    Admission(servicer, calls, settings.peer_calls, settings.request_s).add_to(server)
+    servicer = servicer_lib.Servicer(driver, engine.engine, engine.tokenizer, settings)
+    servicer.add_to(server)
     stop = stop_on_signals()
     await server.start()
     print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)

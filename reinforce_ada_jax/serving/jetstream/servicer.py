@@ -3,9 +3,14 @@
 JetStream's own servicer passes every request to the Driver's threads, which kill the process when one is invalid. It
 lets any number of requests wait, decodes on for clients that have hung up, and splits characters that span tokens. So
 only the Driver is used here, and an invalid request never reaches it.
+
+gRPC's own limit of calls counts a call whose request never arrives, and refuses health checks along with it. So the
+methods are registered as streams of requests, although each has one: on the wire it is the same, and their handlers run
+before the request has arrived.
 """
 
 import asyncio
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -13,11 +18,13 @@ from typing import Any, NoReturn
 import grpc
 import numpy as np
 from google.protobuf import unknown_fields
+from google.protobuf.message import DecodeError
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving.response_text import TextStream
+from reinforce_ada_jax.serving.settings import ServerSettings
 
 pb2, _ = jetstream.protocol()
 
@@ -89,10 +96,12 @@ async def refuse(counts: Counts, context: grpc.aio.ServicerContext, code: grpc.S
 class Servicer:
     """`Decode` and `HealthCheck` of JetStream's protocol, for one engine behind one Driver."""
 
-    def __init__(self, driver: Any, engine: Engine, tokenizer: Tokenizer, waiting: int):
-        """`waiting`: requests that may wait for a slot; further ones are refused."""
+    def __init__(self, driver: Any, engine: Engine, tokenizer: Tokenizer, settings: ServerSettings):
+        """`settings` limits the requests that wait for a slot, open calls, and the time for a request to arrive."""
         self._driver, self._tokenizer, self._options = driver, tokenizer, engine.options
-        self._vocab_size, self._max_waiting = engine.architecture.vocab_size, waiting
+        self._vocab_size, self._settings = engine.architecture.vocab_size, settings
+        self._max_calls = engine.options.slots + PREFILLED + settings.waiting + REFUSED_CALLS
+        self._open: collections.Counter[str] = collections.Counter()  # calls by the address of their peer
         self._turns = asyncio.Semaphore(engine.options.slots + PREFILLED)
         # `running` are the requests that the Driver has.
         self.counts, self.running, self.waiting = Counts(), 0, 0
@@ -128,7 +137,7 @@ class Servicer:
             prompt = await asyncio.to_thread(self._prompt, request)
         except ValueError as error:
             await refuse(self.counts, context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if self._turns.locked() and self.waiting >= self._max_waiting:
+        if self._turns.locked() and self.waiting >= self._settings.waiting:
             why = (
                 f"{self.waiting} requests are waiting, and more may not: try again later, or start the server with a "
                 "larger --waiting or more --slots."
@@ -192,10 +201,56 @@ class Servicer:
         samples = [pb2.DecodeResponse.StreamContent.Sample(text=text, token_ids=token_ids)]
         await context.write(pb2.DecodeResponse(stream_content=pb2.DecodeResponse.StreamContent(samples=samples)))
 
+    async def decode(self, _: Any, context: grpc.aio.ServicerContext) -> None:
+        """Reads the request of a `Decode` call within its time, where the call may be open, and answers it."""
+        peer, exhausted = context.peer().rpartition(":")[0], grpc.StatusCode.RESOURCE_EXHAUSTED  # without the port
+        if self._open[peer] >= self._settings.peer_calls:
+            why = (
+                f"{self._open[peer]} calls of this address are open, and more may not be: wait for their ends, or "
+                "start the server with a larger --peer_calls."
+            )
+            await refuse(self.counts, context, exhausted, why)
+        if self._open.total() >= self._max_calls:
+            why = f"{self._max_calls} calls are open, and more may not be: try again later."
+            await refuse(self.counts, context, exhausted, why)
+        self._open[peer] += 1
+        try:
+            await self.Decode(await self._request(context), context)
+        finally:
+            self._open -= collections.Counter([peer])  # without an entry for 0
+
+    async def _request(self, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            async with asyncio.timeout(self._settings.request_s):
+                content = await context.read()
+        except TimeoutError:
+            why = f"no request arrived within {self._settings.request_s:g} s of the call."
+            await refuse(self.counts, context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
+        except asyncio.CancelledError:
+            self.counts.hung_up += 1
+            raise
+        try:
+            return pb2.DecodeRequest.FromString(content if isinstance(content, bytes) else b"")  # else EOF
+        except DecodeError as error:
+            why = f"the request is no DecodeRequest, or its text is not UTF-8 ({error!s:.200})."
+            await refuse(self.counts, context, grpc.StatusCode.INVALID_ARGUMENT, why)
+
     async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         """Reports if the Driver's threads are running, however many calls are open; its request has no content."""
         del request, context
         return pb2.HealthCheckResponse(is_live=self._driver.live)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        handlers = {
+            "Decode": grpc.stream_stream_rpc_method_handler(
+                self.decode, response_serializer=pb2.DecodeResponse.SerializeToString
+            ),
+            "HealthCheck": grpc.stream_unary_rpc_method_handler(
+                self.HealthCheck, response_serializer=pb2.HealthCheckResponse.SerializeToString
+            ),
+        }
+        name = pb2.DESCRIPTOR.services_by_name["Orchestrator"].full_name
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
 
 def make_server(address: str, max_prompt_tokens: int) -> tuple[grpc.aio.Server, int]:
