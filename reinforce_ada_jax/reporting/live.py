@@ -1,8 +1,8 @@
 """The live page: a small HTTP server of the page and of what is new, in a process that no run waits for.
 
 It listens on loopback unless told otherwise, reads the files of the runs, and writes nothing. A connection has ten
-seconds for its request and ten for each part of its answer. There are at most `MOST_CONNECTIONS`: for a further one the
-oldest without a request is closed.
+seconds for its request and ten for the answer. There are at most `MOST_CONNECTIONS`: for a further one the oldest
+without a request is closed.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 DATA = re.compile(r"/data\?runs=([-\d:,]*)&version=(-?\d{1,9})", re.ASCII)
 KNOWN = re.compile(r"(-?\d{1,9}):(\d{1,9}):(\d{1,9})", re.ASCII)
 MOST_CONNECTIONS, BACKLOG = 32, 128
-TIMEOUT_S, PART_BYTES = 10, 2**16
+TIMEOUT_S = 10
 COMPRESSED = 20_000  # bytes; larger answers are compressed
 HEADERS = {
     "Cache-Control": "no-store", "Connection": "close", "X-Content-Type-Options": "nosniff",
@@ -62,10 +62,13 @@ class _Server:
                     request = await reader.readuntil(b"\r\n\r\n")
                 self._waiting.pop(writer, None)
                 answer = await asyncio.to_thread(self._answer, request.decode("latin-1"))
-                for begin in range(0, len(answer), PART_BYTES):
-                    writer.write(answer[begin : begin + PART_BYTES])
+                writer.write(answer)
+                writer.close()
+                try:
                     async with asyncio.timeout(TIMEOUT_S):
-                        await writer.drain()
+                        await writer.wait_closed()  # until all is sent
+                except TimeoutError:
+                    writer.transport.abort()
         finally:
             self._num_open -= 1
             self._waiting.pop(writer, None)
@@ -91,7 +94,7 @@ class _Server:
         if len(body) > COMPRESSED and "gzip" in headers.get("Accept-Encoding", ""):
             body, fields["Content-Encoding"] = gzip.compress(body, 1), "gzip"
         fields |= {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
-        head = [f"HTTP/1.1 {status} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items())]
+        head = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items())]
         return "\r\n".join([*head, "", ""]).encode() + body
 
 
