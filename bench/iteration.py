@@ -49,7 +49,7 @@ from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.iteration import train_iteration
 from reinforce_ada_jax.training.loop import save
-from reinforce_ada_jax.training.run import Run
+from reinforce_ada_jax.training.run import Inputs, Run
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
 
@@ -252,33 +252,36 @@ def begin(
         params = transformer.init(components.architecture, jax.random.key(config.seed), components.mesh)
     strategy = strategies.build(config.collection, regularized=config.regularized)
     selection = selection_lib.build(config.collection, prompts, config.seed, extra_batches=strategy.extra_batches)
-    learner = Learner(components.architecture, config, components.mesh)
-    base, reference = startup.frozen_weights(config, components, learner, params)
-    estimator = components_lib.make_estimator(config, components) if strategy.estimates else None
     interrupt, progress = stack.enter_context(Interrupt()), Progress(total=1, done=0, quiet=True)
-    run = Run(
+    given = Inputs(
         config=config,
-        workdir=workdir,
+        given=config,
         components=components,
         prompts=prompts,
         selection=selection,
         strategy=strategy,
         verifiers=verifiers,
+        learner=Learner(components.architecture, config, components.mesh),
+        iterate=train_iteration,
+    )
+    base, reference = startup.frozen_weights(given, params)
+    estimator = components_lib.make_estimator(config, components) if strategy.estimates else None
+    run = Run(
+        **vars(given),
+        workdir=workdir,
         rollouts=Rollouts(components.engine) if script is None else ScriptedRollouts(components.engine, script),
         estimator=estimator,
-        learner=learner,
         base=base,
         reference=reference,
-        iterate=train_iteration,
         stop=interrupt.stop(progress.phase),
         interrupt=interrupt,
         progress=progress,
         checkpoints=startup.open_checkpoints(config, workdir, stack),
-        identity=resume.identity(config, components, prompts),
+        identity=resume.identity(given),
         compiles=CompileCounter(),
     )
     stack.enter_context(run.ahead)
-    state = startup.first_state(config, components, learner, params, selection.to_json(), estimator)
+    state = startup.first_state(given, params, estimator)
     return ClockedRun(run, state, script)
 
 

@@ -35,7 +35,7 @@ def main(config: pathlib.Path, workdir: pathlib.Path) -> None:
     """Trains, or resumes, and ends as `train` does."""
     with contextlib.ExitStack() as stack:
         checked = config_lib.from_json(config.read_text(encoding="utf-8"))
-        run, state = startup.start(checked, workdir, load_evaluator, stack, quiet=True)
+        run, state = startup.start(startup.read_inputs(checked, workdir, load_evaluator), workdir, stack, quiet=True)
         say_phases(run.progress, state.iteration - (state.pending is not None))
         outcome = loop.run_to_end(run, state)
     if outcome.ending is loop.Ending.PREEMPTED:

@@ -21,12 +21,12 @@ from reinforce_ada_jax.files import local_copy
 
 def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
     """Trains, and says where the results are; ends the process with an exit code if the run didn't finish."""
-    from reinforce_ada_jax.training import host_log, loop, supervised
+    from reinforce_ada_jax.training import host_log, loop, startup, supervised
 
     with contextlib.ExitStack() as stack:
         with cli.user_input():
             folder, copy = stack.enter_context(local_copy.opened(workdir))
-            run, state = supervised.start(config, folder, stack, copy=copy, quiet=quiet)
+            run, state = startup.start(supervised.read_inputs(config, folder), folder, stack, copy=copy, quiet=quiet)
             stack.enter_context(host_log.copying(folder, f"begins after update {state.iteration}"))
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
@@ -43,7 +43,7 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
         folder, _ = stack.enter_context(local_copy.opened(workdir))
         inputs = supervised.read_inputs(config, folder)
         if processes.is_writer():
-            print(summary.dry_run(inputs.config, inputs.summary(folder)))
+            print(summary.dry_run(inputs.config, inputs.summary))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def train(
         raise ValueError(f"train() is for one process, and there are {processes.count()}: use the command for several.")
     with contextlib.ExitStack() as stack:
         folder, copy = stack.enter_context(local_copy.opened(workdir))
-        run, state = startup.start(config, folder, load_evaluator, stack, reward=reward, copy=copy, quiet=quiet)
+        inputs = startup.read_inputs(config, folder, load_evaluator, reward)
+        run, state = startup.start(inputs, folder, stack, copy=copy, quiet=quiet)
         outcome = loop.run_to_end(run, state)
         if outcome.ending is loop.Ending.STOPPED:
             raise TrainingStopped(outcome.message)
@@ -91,7 +92,8 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
             folder, copy = stack.enter_context(local_copy.opened(workdir))
             if page is not None and processes.is_writer():
                 _show_page(folder, page, stack)
-            run, state = startup.start(config, folder, load_evaluator, stack, copy=copy, quiet=quiet)
+            inputs = startup.read_inputs(config, folder, load_evaluator)
+            run, state = startup.start(inputs, folder, stack, copy=copy, quiet=quiet)
             stack.enter_context(host_log.copying(folder, f"begins after iteration {state.iteration}"))
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
@@ -121,7 +123,7 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
         inputs = startup.read_inputs(config, folder, load_evaluator)
         if processes.is_writer():
             cost = here.iteration_line(inputs.config, inputs.components, inputs.strategy)
-            print(summary.dry_run(inputs.config, f"{inputs.summary(folder)}\n{cost}"))
+            print(summary.dry_run(inputs.config, f"{inputs.summary}\n{cost}"))
 
 
 if __name__ == "__main__":

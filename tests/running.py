@@ -63,7 +63,7 @@ def train(
 ) -> loop.Outcome:
     """The outcome of a run in this process; by default it evaluates nothing."""
     with contextlib.ExitStack() as stack:
-        run, state = startup.start(config, workdir, load_benchmarks, stack, quiet=True)
+        run, state = startup.start(startup.read_inputs(config, workdir, load_benchmarks), workdir, stack, quiet=True)
         return loop.run_to_end(run, state)
 
 

@@ -12,41 +12,34 @@ from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.rewards import code_tests, loading
-from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.training import environments
-from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.run import Inputs
 from reinforce_ada_jax.types import Prompt
 
 # In place of the hash of a reward, in checkpoints of the command sft.
 SUPERVISED = "supervised"
 
 
-def identity(
-    config: Config,
-    components: Components,
-    prompts: Sequence[Prompt],
-    reward: GradeFn | None = None,
-    *,
-    supervised: bool = False,
-) -> dict[str, Any]:
+def identity(inputs: Inputs) -> dict[str, Any]:
     """Returns, as JSON, the architecture and fingerprints of configuration, prompts, reward and frozen weights.
 
-    The frozen weights are the base under adapters, or the reference of the KL term. `reward` is a function that `train`
-    was given; None if the configuration names the reward. A run that is `supervised` has none.
+    The frozen weights are the base under adapters, or the reference of the KL term. Supervised training has no reward.
     """
-    weights = None
+    config, components, weights = inputs.given, inputs.components, None
     if config.lora.rank or config.learning.kl_coefficient:
         weights = adapter_files.fingerprint(components.folder)
-    if supervised:
+    if inputs.is_supervised:
         graded = SUPERVISED
+    elif inputs.reward is not None:
+        graded = json_hash(loading.source_text(inputs.reward))
     else:
-        graded = reward_hash(config, prompts) if reward is None else json_hash(loading.source_text(reward))
+        graded = reward_hash(config, inputs.prompts)
     return {
         "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
-        "prompts": prompts_hash(prompts),
+        "prompts": prompts_hash(inputs.prompts),
         "reward": graded,
-        "code": "" if supervised else code_hash(config),
+        "code": "" if inputs.is_supervised else code_hash(config),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }

@@ -1,4 +1,4 @@
-"""A training run: what stays the same from its first iteration to its last."""
+"""A training run: its checked input, and what else stays the same from its first iteration to its last."""
 
 import dataclasses
 import pathlib
@@ -19,6 +19,7 @@ from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.writers import MetricsWriter
+from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training.compile_counter import CompileCounter
@@ -64,26 +65,42 @@ IterateFn = Callable[["Run", RunState], tuple[RunState, TrainingStopped | None]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Run:
-    """Settings, data, programs and files of a run. It is built once, at the start, and never changes."""
+class Inputs:
+    """Checked input of a run, without weights and compiled programs. `startup.start` makes a `Run` of it."""
 
-    config: Config
-    workdir: pathlib.Path
+    config: Config  # with `model.compute_dtype` chosen
+    given: Config  # as config.json has it; in supervised training some settings of `config` follow from the rows
     components: Components  # model folder, tokenizer, mesh and engine
     prompts: list[Prompt]  # the training set
     demonstrations: Mapping[str, Demonstration] = dataclasses.field(default_factory=dict)  # responses, by prompt id
     selection: Selection  # choice of prompts; its state is in `RunState.selection`
     strategy: Strategy  # stopping rule and choice of responses
     verifiers: VerifierPool  # the verifier processes; `run_to_end` starts and ends them
-    rollouts: Rollouts | None  # the engine's decode state; None in supervised training, which draws nothing
+    reward: GradeFn | None = None  # function that `train` was given
+    learner: Learner  # the compiled scoring and update, with the loss that `learning.loss` names
+    iterate: IterateFn  # makes an iteration: `train_iteration`, or that of supervised training
+    evaluator: Evaluator | None = None  # None if the run doesn't evaluate
+    same: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what all processes must have read, as hashes
+    summary: str = ""  # text that a run prints before it begins
+    command: str = "train"  # name of the command, to resume the run with
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if the responses are given: nothing is drawn or graded."""
+        return bool(self.demonstrations)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Run(Inputs):
+    """Settings, data, programs and files of a run. It is built once, at the start, and never changes."""
+
+    workdir: pathlib.Path
+    rollouts: Rollouts | None  # the engine's decode state; None in supervised training
     estimator: Ema | ValueHead | None = None  # of pass rates, where the strategy plans
-    learner: Learner  # the compiled scoring and update
     base: Params | None = None  # frozen weights under the adapters; None if all weights are trained
     reference: Params | None = None  # weights that the KL term compares with; None without one
     ready_to_sample: Ready = always_ready  # waits until the engine's programs are compiled
     ready_to_update: Ready = always_ready  # waits until the programs of the updates are compiled
-    iterate: IterateFn  # makes an iteration: `train_iteration`, or that of supervised training
-    evaluator: Evaluator | None = None  # None if the run doesn't evaluate
     ahead: "DrawAhead[Drawn]" = dataclasses.field(default_factory=DrawAhead)  # draws the next iteration
     stop: Stop  # the signal to stop, asked wherever the run may have to end
     interrupt: Interrupt  # what gives that signal: Ctrl-C, SIGTERM, and notices that a machine is taken away
@@ -94,7 +111,6 @@ class Run:
     writer: MetricsWriter | None = None  # of the metrics, in process 0
     compiles: CompileCounter  # counter of XLA compilations
     copy: LocalCopy | None = None  # local copy of a work directory in a bucket
-    command: str = "train"  # name of the command, to resume the run with
 
     def policy(self, state: RunState) -> Params:
         """Returns the current weights, to score with and to decode from. The next update donates them."""

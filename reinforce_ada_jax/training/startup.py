@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +13,6 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import selection as selection_lib
 from reinforce_ada_jax.collection import simulate, strategies
 from reinforce_ada_jax.collection.estimators import Ema
-from reinforce_ada_jax.collection.selection import Selection
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
@@ -29,7 +28,6 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.writers import MetricsWriter, check_installed
 from reinforce_ada_jax.rewards.loading import GradeFn
-from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import fingerprints, resume, summary
@@ -39,7 +37,7 @@ from reinforce_ada_jax.training.iteration import train_iteration
 from reinforce_ada_jax.training.records import holds_checkpoint
 from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.reward_check import check_reward, output_file
-from reinforce_ada_jax.training.run import Evaluator, Run
+from reinforce_ada_jax.training.run import Evaluator, Inputs, Run
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record
 from reinforce_ada_jax.training.updates import update_programs
 from reinforce_ada_jax.training.workdir import (
@@ -50,36 +48,12 @@ from reinforce_ada_jax.training.workdir import (
     write_config,
     write_started,
 )  # fmt: skip
-from reinforce_ada_jax.types import Prompt
 
 if TYPE_CHECKING:
     from reinforce_ada_jax.training.checkpoint import Checkpoints
 
 # Reads the benchmarks at start-up; None without benchmarks. Raises ValueError if the user must change something.
 LoadBenchmarksFn = Callable[[Config, Components], Evaluator | None]
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Inputs:
-    """Checked input of a run, without weights and compiled programs."""
-
-    config: Config  # with `model.compute_dtype` chosen
-    components: Components  # model, tokenizer, mesh and engine
-    selection: Selection  # choice of prompts
-    strategy: Strategy  # stopping rule and choice of responses
-    learner: Learner  # the learner's programs, with the loss that `learning.loss` names
-    prompts: list[Prompt]  # tokenised prompts of data.prompts
-    read: str  # one line on the columns of data.prompts
-    evaluator: Evaluator | None  # of the benchmarks; None without benchmarks
-    verifiers: VerifierPool  # the verifier processes, not started
-    reward: str  # what `reward.path` gives to a reference answer; "" for a built-in reward
-
-    def summary(self, workdir: pathlib.Path) -> str:
-        """Returns the text that a run prints before it begins."""
-        return summary.summary(
-            self.config, workdir, self.components, self.strategy,
-            num_prompts=len(self.prompts), read=self.read, reward=self.reward,
-        )  # fmt: skip
 
 
 def read_inputs(
@@ -98,10 +72,7 @@ def read_inputs(
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
     check_contents(workdir)
-    folder = components_lib.model_folder(config.model.path)
-    components = components_lib.build(config, folder, strategy)
-    if not holds_checkpoint(workdir):
-        huggingface.check_weights(components.folder, components.architecture)
+    components = read_components(config, workdir, strategy)
     read: list[str] = []
     prompts = components.prompts(config.data.prompts, config, read.append)
     simulate.check_own(config.collection, strategy, prompts)
@@ -111,58 +82,66 @@ def read_inputs(
     learner = Learner(components.architecture, config, components.mesh)
     checked = check_reward(config, verifiers, prompts[:1], "reward" if reward else None)
     return Inputs(
-        config=config, components=components, selection=selection, strategy=strategy, learner=learner, prompts=prompts,
-        read=read[0], evaluator=evaluator, verifiers=verifiers, reward=checked,
+        config=config, given=config, components=components, prompts=prompts, selection=selection, strategy=strategy,
+        verifiers=verifiers, reward=reward, learner=learner, iterate=train_iteration, evaluator=evaluator,
+        same={
+            "the prompts": resume.prompts_hash(prompts),
+            "the reward functions": resume.reward_hash(config, prompts),
+            "the files of strategy, selection and loss": resume.code_hash(config),
+        },
+        summary=summary.summary(
+            config, workdir, components, strategy, num_prompts=len(prompts), read=read[0], reward=checked
+        ),
     )  # fmt: skip
 
 
+def read_components(config: Config, workdir: pathlib.Path, strategy: Strategy | None = None) -> Components:
+    """Returns `components.build` of the model that a run starts from; a first start checks the names of its weights."""
+    components = components_lib.build(config, components_lib.model_folder(config.model.path), strategy)
+    if not holds_checkpoint(workdir):
+        huggingface.check_weights(components.folder, components.architecture)
+    return components
+
+
 def start(
-    config: Config,
+    inputs: Inputs,
     workdir: pathlib.Path,
-    load_benchmarks: LoadBenchmarksFn,
     stack: contextlib.ExitStack,
     *,
-    reward: GradeFn | None = None,
     copy: LocalCopy | None = None,
     quiet: bool = False,
 ) -> tuple[Run, RunState]:
-    """Checks the input and builds a run, or resumes the one in `workdir`; `stack` closes its files.
+    """Builds the run of checked input, or resumes the one in `workdir`; `stack` closes its files.
 
     `workdir` is the folder of `copy`, if it is in a bucket.
     """
-    # 1. Input. All errors, also those in the weights, show before the first file is written.
-    inputs = read_inputs(config, workdir, load_benchmarks, reward)
-    config, components, strategy, prompts = inputs.config, inputs.components, inputs.strategy, inputs.prompts
+    # 1. The rest of the input. All errors, also those in the weights, show before the first file is written.
+    config, components = inputs.config, inputs.components
     keep_programs(config.logging.compilation_cache)
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
-    processes.check_same("the configurations", config_lib.to_json(config))
-    processes.check_same("the prompts", resume.prompts_hash(prompts))
-    processes.check_same("the reward functions", resume.reward_hash(config, prompts))
-    processes.check_same("the files of strategy, selection and loss", resume.code_hash(config))
+    for what, text in {"the configurations": config_lib.to_json(inputs.given), **inputs.same}.items():
+        processes.check_same(what, text)
 
     # 2. The work directory.
-    take_workdir(config, workdir, stack, copy)
+    take_workdir(inputs.given, workdir, stack, copy)
 
     # 3. The engine's programs begin to compile. All input is checked above: an error here would wait for the compiler.
     compiles = CompileCounter()
     compilation = stack.enter_context(EarlyCompilation())
-    ready_to_sample = compilation.add(components.engine.programs())
+    ready_to_sample = compilation.add({} if inputs.is_supervised else components.engine.programs())
     if components.environments is not None:
         components.environments.pool.program.output = output_file(workdir, "environment")
         stack.callback(components.environments.pool.close)
 
     # 4. The frozen weights.
-    learner = inputs.learner
-    base, reference = frozen_weights(config, components, learner, params)
-    rollouts = Rollouts(components.engine)
-    estimator = components_lib.make_estimator(config, components) if strategy.estimates else None
+    base, reference = frozen_weights(inputs, params)
+    rollouts = None if inputs.is_supervised else Rollouts(components.engine)
+    estimator = components_lib.make_estimator(config, components) if inputs.strategy.estimates else None
 
     # 5. The state: that of the newest checkpoint, or a new one.
     checkpoints = open_checkpoints(config, workdir, stack)
-    identity = resume.identity(config, components, prompts, reward)
-    state = newest_state(checkpoints, config, components, learner, workdir, identity)
-    if state is None:
-        state = first_state(config, components, learner, params, inputs.selection.to_json(), estimator)
+    identity = resume.identity(inputs)
+    state = newest_state(inputs, checkpoints, workdir, identity) or first_state(inputs, params, estimator)
     inputs.selection.load_json(state.selection)
     if estimator is not None and state.estimator is not None:
         estimator.load_json(state.estimator)
@@ -170,30 +149,28 @@ def start(
     # 6. The programs of the updates, for these arrays.
     shapes = abstract(state.learner)
     fingerprint = compilation.add({"checksum of a checkpoint": lambda: fingerprints.of_arrays.lower(shapes)})
-    ready_to_update = compilation.add(update_programs(config, strategy, learner, state.learner, base, reference))
+    updates = {} if inputs.is_supervised else update_programs(inputs, state.learner, base, reference)
+    ready_to_update = compilation.add(updates)
 
     # 7. Signals, metrics and the terminal.
     interrupt = stack.enter_context(Interrupt())
     writer = open_writer(config, workdir, state, stack, quiet=quiet)
-    progress = begin_progress(inputs.summary(workdir), state, config.iterations, stack, quiet=quiet)
-    journal = ResponseJournal(
+    progress = begin_progress(inputs, state, stack, quiet=quiet)
+    journal = None if inputs.is_supervised else ResponseJournal(
         workdir, identity,
         broken_off=components_lib.rounds_alike(config), ready=functools.partial(fingerprint, progress.phase),
     )  # fmt: skip
 
     run = Run(
-        config=config, workdir=workdir, components=components, prompts=prompts,
-        selection=inputs.selection, strategy=strategy, verifiers=inputs.verifiers, rollouts=rollouts,
-        estimator=estimator, learner=learner, base=base, reference=reference,
+        **vars(inputs), workdir=workdir, rollouts=rollouts, estimator=estimator, base=base, reference=reference,
         ready_to_sample=ready_to_sample, ready_to_update=ready_to_update,
-        iterate=train_iteration, evaluator=inputs.evaluator,
         stop=interrupt.stop(progress.phase, config.checkpoint.notice_s), interrupt=interrupt, progress=progress,
         checkpoints=checkpoints, identity=identity, journal=journal, writer=writer, compiles=compiles, copy=copy,
     )  # fmt: skip
     return run, state
 
 
-# ---- the steps that supervised training shares -----------------------------------------------------------------------
+# ---- the steps of a start --------------------------------------------------------------------------------------------
 
 
 def take_workdir(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
@@ -228,15 +205,13 @@ def open_writer(
     return writer
 
 
-def begin_progress(
-    text: str, state: RunState, iterations: int, stack: contextlib.ExitStack, unit: str = "iteration", *, quiet: bool
-) -> Progress:
+def begin_progress(inputs: Inputs, state: RunState, stack: contextlib.ExitStack, *, quiet: bool) -> Progress:
     """Prints the summary of a run and begins its progress line, in process 0 and unless `quiet`; `stack` ends it."""
-    silent = quiet or not processes.is_writer()
+    silent, unit = quiet or not processes.is_writer(), "update" if inputs.is_supervised else "iteration"
     if not silent:
         resumed = f"\nresuming after {unit} {state.iteration}" if state.iteration else ""
-        print(text + resumed, flush=True)  # a log file has it from the beginning
-    progress = Progress(iterations, state.iteration, unit, quiet=silent)
+        print(inputs.summary + resumed, flush=True)  # a log file has it from the beginning
+    progress = Progress(inputs.config.iterations, state.iteration, unit, quiet=silent)
     stack.callback(progress.close)
     return progress
 
@@ -255,12 +230,12 @@ def open_checkpoints(config: Config, workdir: pathlib.Path, stack: contextlib.Ex
 
 
 def newest_state(
-    checkpoints: "Checkpoints", config: Config, components: Components, learner: Learner, workdir: pathlib.Path,
-    identity: dict[str, Any],
-) -> RunState | None:  # fmt: skip
+    inputs: Inputs, checkpoints: "Checkpoints", workdir: pathlib.Path, identity: dict[str, Any]
+) -> RunState | None:
     """Returns the state in the newest checkpoint, None without one; ValueError if it belongs to another run."""
+    config, components = inputs.config, inputs.components
     restored = checkpoints.restore_newest(
-        abstract_state(config, learner),
+        abstract_state(config, inputs.learner),
         accept=functools.partial(
             resume.check, workdir, components.folder, identity,
             accept_reward=config.checkpoint.accept_changed_reward,
@@ -279,37 +254,29 @@ def newest_state(
     return state
 
 
-def first_state(
-    config: Config,
-    components: Components,
-    learner: Learner,
-    params: Params | None,
-    selection: Mapping[str, Any],
-    estimator: Ema | ValueHead | None = None,
-) -> RunState:
-    """Returns the state before the first iteration.
-
-    `params` are the weights of the model folder, if they are read, and `selection` is the state of `Run.selection`.
-    """
+def first_state(inputs: Inputs, params: Params | None, estimator: Ema | ValueHead | None) -> RunState:
+    """Returns the state before the first iteration; `params` are the weights of the model folder, if they are read."""
+    learner, components = inputs.learner, inputs.components
     if learner.lora is not None:
-        key = jax.random.key(config.seed)  # the adapters are a function of it
+        key = jax.random.key(inputs.config.seed)  # the adapters are a function of it
         params = lora.init(components.architecture, learner.lora, key, components.mesh)
     elif params is None:  # a save that was cut off looked like a checkpoint
-        params = components_lib.load_params(config, components)
-    return RunState(learner.init(params), selection, estimator=None if estimator is None else estimator.to_json())
+        params = components_lib.load_params(inputs.config, components)
+    state = None if estimator is None else estimator.to_json()
+    return RunState(learner.init(params), inputs.selection.to_json(), estimator=state)
 
 
-def frozen_weights(
-    config: Config, components: Components, learner: Learner, params: Params | None
-) -> tuple[Params | None, Params | None]:
+def frozen_weights(inputs: Inputs, params: Params | None) -> tuple[Params | None, Params | None]:
     """Returns the base under the adapters, and the reference of the KL term; None where there is none.
 
     `params` are the weights of the model folder, if they are read.
     """
+    config, components = inputs.config, inputs.components
     base = reference = None
-    if learner.lora is not None:
+    if inputs.learner.lora is not None:
         base = components_lib.load_params(config, components) if params is None else params
-    if config.learning.kl_coefficient:  # adapters begin as a change of 0, so their base is the reference
+    # Adapters begin as a change of 0, so their base is the reference.
+    if config.learning.kl_coefficient and not inputs.is_supervised:
         dtype = config.model.compute_dtype
         reference = components_lib.load_params(config, components, dtype) if base is None else base
     return base, reference

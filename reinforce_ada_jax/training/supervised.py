@@ -1,9 +1,8 @@
-"""Supervised training: the start of a run, and its updates. The loop and its endings are those of training/loop.py.
+"""Supervised training: the input of a run, and its updates. Start and loop are those of startup.py and loop.py.
 
 An iteration is one update on `learning.prompts_per_update` demonstrations, packed into rows.
 """
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -23,53 +22,24 @@ from reinforce_ada_jax.data.demonstrations import Demonstration
 from reinforce_ada_jax.data.rows import Columns
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.distributed.program_cache import keep_programs
-from reinforce_ada_jax.distributed.signals import Interrupt
 from reinforce_ada_jax.files import buckets
-from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.optimizer import make_schedule
 from reinforce_ada_jax.learning.supervised import SupervisedLearner
 from reinforce_ada_jax.learning.update import EXPERT_METRICS
-from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting.writers import check_installed
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume, startup, summary
-from reinforce_ada_jax.training.compile_counter import CompileCounter
-from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.records import holds_checkpoint
-from reinforce_ada_jax.training.run import Run, TrainingStopped, check_weights
+from reinforce_ada_jax.training.run import Inputs, Run, TrainingStopped, check_weights
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.workdir import check_not_evaluation
 from reinforce_ada_jax.types import Response
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Inputs:
-    """Checked input of a run, without weights and programs."""
-
-    config: Config  # with one response to a prompt, and as many iterations as there are updates
-    components: Components  # model, tokenizer and mesh
-    training: list[Demonstration]  # demonstrations of data.prompts
-    validation: list[Demonstration]  # those of sft.validation
-    read: list[str]  # a line on the columns of each
-
-    def summary(self, workdir: pathlib.Path) -> str:
-        """Returns the text that a run prints before it begins."""
-        config, sft = self.config, self.config.sft
-        return "\n".join([
-            *summary.model_and_mesh(config, self.components, str(self.components.folder)),
-            *(f"read        {line}" for line in self.read),
-            f"budget      {config.iterations:,} updates of {config.learning.prompts_per_update:,} rows, "
-            f"epochs: {sft.epochs}; learning rate {config.learning.learning_rate:g}, {sft.schedule}",
-            f"files       {buckets.origin(workdir)}: config.json, metrics.jsonl, checkpoints/",
-        ])  # fmt: skip
-
-
 def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     """Reads and checks all input of a run; of the weights only names and shapes. Writes and compiles nothing.
 
-    Raises ValueError where the user must change the configuration, a file or the work directory; `start` does, too.
+    Raises ValueError where the user must change the configuration, a file or the work directory.
     """
     config_lib.check(config)
     check_installed(config.logging.trackers)
@@ -79,9 +49,7 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     for name, value in (("environment.path", config.environment.path), ("mesh.sampler", config.mesh.sampler)):
         if value:
             raise ValueError(f"{name} is {value!r}, and supervised training draws nothing: leave it out.")
-    components = components_lib.build(config, components_lib.model_folder(config.model.path))
-    if not holds_checkpoint(workdir):
-        huggingface.check_weights(components.folder, components.architecture)
+    components = startup.read_components(config, workdir)
     lines: list[str] = []
     read = functools.partial(
         demonstrations_lib.read, columns=Columns(config.data.problem_column, config.data.answer_column),
@@ -97,13 +65,32 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
             f"{config.data.prompts} has {len(training):,} rows, and an update takes {of_update:,}: lower "
             "learning.prompts_per_update or add rows."
         )
-    config = dataclasses.replace(
+    given, config = config, dataclasses.replace(
         config, iterations=config.sft.epochs * (len(training) // of_update),
         collection=dataclasses.replace(config.collection, group_size=1, prompts_per_iteration=of_update),
         sampling=dataclasses.replace(config.sampling, temperature=1.0),
     )  # fmt: skip
     updates_are_whole_micro_batches(config)
-    return Inputs(config, components, training, validation, lines)
+    prompts, held_out = ([each.prompt for each in rows] for rows in (training, validation))
+    learner = SupervisedLearner(
+        components.architecture, config, components.mesh, decay_updates=decay_updates(config)
+    )  # fmt: skip
+    return Inputs(
+        config=config, given=given, components=components, prompts=prompts,
+        demonstrations={each.prompt.id: each for each in training},
+        selection=Shuffled(prompts, config.seed),  # it observes no pools: `supervised_iteration` moves on
+        strategy=strategies.fixed(1), verifiers=components_lib.no_verifiers(config), learner=learner,
+        iterate=supervised_iteration, evaluator=Validation(validation) if validation else None,
+        same={"the demonstrations": resume.prompts_hash([*prompts, *held_out])},
+        summary="\n".join([
+            *summary.model_and_mesh(config, components, str(components.folder)),
+            *(f"read        {line}" for line in lines),
+            f"budget      {config.iterations:,} updates of {config.learning.prompts_per_update:,} rows, "
+            f"epochs: {config.sft.epochs}; learning rate {config.learning.learning_rate:g}, {config.sft.schedule}",
+            f"files       {buckets.origin(workdir)}: config.json, metrics.jsonl, checkpoints/",
+        ]),
+        command="sft",
+    )  # fmt: skip
 
 
 def supervised_batch(run: Run, rows: Sequence[Demonstration]) -> Batch:
@@ -184,71 +171,3 @@ class Validation:
             logprobs = run.learner.score(policy, supervised_batch(run, self.rows[begin : begin + size]))
             total -= float(processes.fetch(logprobs).sum(dtype=np.float64))
         return {"validation/loss": total / sum(len(row.tokens) for row in self.rows)}
-
-
-def start(
-    config: Config,
-    workdir: pathlib.Path,
-    stack: contextlib.ExitStack,
-    *,
-    copy: LocalCopy | None = None,
-    quiet: bool = False,
-) -> tuple[Run, RunState]:
-    """Checks the input and builds a run, or resumes the one in `workdir`; `stack` closes its files."""
-    # 1. Input. An error in the weights, too, shows before the first file is written.
-    inputs = read_inputs(config, workdir)
-    config = dataclasses.replace(config, model=inputs.config.model)  # config.json keeps the dtype that was chosen
-    components, prompts = inputs.components, [each.prompt for each in inputs.training]
-    keep_programs(config.logging.compilation_cache)
-    processes.check_same("the configurations", config_lib.to_json(config))
-    held_out = [each.prompt for each in inputs.validation]
-    processes.check_same("the demonstrations", resume.prompts_hash([*prompts, *held_out]))
-    params = None
-    if config.lora.rank or not holds_checkpoint(workdir):
-        params = components_lib.load_params(config, components)
-
-    # 2. The work directory.
-    startup.take_workdir(config, workdir, stack, copy)
-
-    # 3. The learner, and the state: that of the newest checkpoint, or a new one.
-    compiles, interrupt = CompileCounter(), stack.enter_context(Interrupt())
-    learner = SupervisedLearner(
-        components.architecture, inputs.config, components.mesh, decay_updates=decay_updates(inputs.config)
-    )
-    base = params if config.lora.rank else None
-    checkpoints = startup.open_checkpoints(config, workdir, stack)
-    identity = resume.identity(config, components, prompts, supervised=True)
-    state = startup.newest_state(checkpoints, inputs.config, components, learner, workdir, identity)
-    if state is None:
-        state = startup.first_state(config, components, learner, params, dataclasses.asdict(PromptCursor(config.seed)))
-
-    # 4. Metrics and the terminal.
-    writer = startup.open_writer(config, workdir, state, stack, quiet=quiet)
-    iterations = inputs.config.iterations
-    progress = startup.begin_progress(inputs.summary(workdir), state, iterations, stack, "update", quiet=quiet)
-
-    run = Run(
-        config=inputs.config,
-        workdir=workdir,
-        components=components,
-        prompts=prompts,
-        demonstrations={each.prompt.id: each for each in inputs.training},
-        selection=Shuffled(prompts, config.seed),  # it observes no pools: `supervised_iteration` moves on
-        strategy=strategies.fixed(1),
-        verifiers=components_lib.no_verifiers(config),
-        rollouts=None,
-        learner=learner,
-        base=base,
-        iterate=supervised_iteration,
-        evaluator=Validation(inputs.validation) if inputs.validation else None,
-        stop=interrupt.stop(progress.phase, config.checkpoint.notice_s),
-        interrupt=interrupt,
-        progress=progress,
-        checkpoints=checkpoints,
-        identity=identity,
-        writer=writer,
-        compiles=compiles,
-        copy=copy,
-        command="sft",
-    )
-    return run, state

@@ -26,7 +26,7 @@ from reinforce_ada_jax.learning.learner import Learner, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, LogprobGap, gap_limits
 from reinforce_ada_jax.learning.update import EXPERT_METRICS, NEED_RESPONSES, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.training.run import Run, TrainingStopped, check_weights
+from reinforce_ada_jax.training.run import Inputs, Run, TrainingStopped, check_weights
 from reinforce_ada_jax.training.state import RunState
 
 
@@ -191,14 +191,14 @@ def _scored(run: Run, state: RunState, batch: Batch) -> Batch:
 
 
 def update_programs(
-    config: Config, strategy: Strategy, learner: Learner, state: LearnerState, base: Params | None,
-    reference: Params | None,
-) -> dict[str, Lower]:  # fmt: skip
+    inputs: Inputs, state: LearnerState, base: Params | None, reference: Params | None
+) -> dict[str, Lower]:
     """Returns the programs of an iteration's updates, lowered on demand for the arguments that they will get.
 
     `state` is that of the learner before the first update; the others are fields of `Run`.
     """
-    scored = abstract_batch(config, strategy, learner)
+    config, learner = inputs.config, inputs.learner
+    scored = abstract_batch(config, inputs.strategy, learner)
     batch = dataclasses.replace(scored, reference_logprobs=None)
     without_experts = dataclasses.replace(batch, experts=None)
     policy = learner.policy(state.params, base)

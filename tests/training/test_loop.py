@@ -65,7 +65,7 @@ def run(workdir, iterate=iterate, evaluator=None, **changes):
     config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.trackers": "", **changes})
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         compiles_nothing_early(patch)
-        made, state = startup.start(config, workdir, lambda *_: None, stack, quiet=True)
+        made, state = startup.start(startup.read_inputs(config, workdir, lambda *_: None), workdir, stack, quiet=True)
         made = dataclasses.replace(
             made, iterate=iterate, evaluator=evaluator, verifiers=components_lib.no_verifiers(config)
         )
@@ -319,8 +319,9 @@ def test_processes_compare_what_they_have_read(tmp_path, monkeypatch):
             "data.prompts": prompts, "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
             "reward.path": f"{tmp_path}/mine.py:reward", "reward.workers": 1,
         })  # fmt: skip
+        inputs = startup.read_inputs(config, tmp_path / "run", lambda *_: None)
         with contextlib.ExitStack() as stack, pytest.raises(Compared):
-            startup.start(config, tmp_path / "run", lambda *_: None, stack, quiet=True)
+            startup.start(inputs, tmp_path / "run", stack, quiet=True)
         return texts
 
     ours, theirs, others = compared({}, "1.0"), compared({"answer": "?"}, "1.0"), compared({}, "0.0")
@@ -358,7 +359,7 @@ def test_a_strategy_of_the_users_is_built_once(tmp_path, monkeypatch):
     compiles_nothing_early(monkeypatch)
     config = tiny(**{"collection.strategy": f"{tmp_path / 'mine.py'}:grpo", "logging.trackers": ""})
     with contextlib.ExitStack() as stack:
-        made, _ = startup.start(config, tmp_path / "run", lambda *_: None, stack)
+        made, _ = startup.start(startup.read_inputs(config, tmp_path / "run", lambda *_: None), tmp_path / "run", stack)
     assert (tmp_path / "calls").read_text() == "." and made.strategy.max_draws == config.collection.group_size
 
 

@@ -164,7 +164,7 @@ def begin(monkeypatch):
 
         def begin(workdir, **changes):
             config = tiny(**{"logging.trackers": "", **changes})
-            return startup.start(config, workdir, lambda *_: None, stack, quiet=True)
+            return startup.start(startup.read_inputs(config, workdir, lambda *_: None), workdir, stack, quiet=True)
 
         yield begin
 
