@@ -198,24 +198,18 @@ def make_group(
       ages: updates since each response was drawn; None: all are fresh.
       prompt_weight: factor of the prompt in the update (`Choice.weights`).
     """
-    group = _unweighted_group(pool, strategy, ages)
-    return dataclasses.replace(group, advantages=prompt_weight * group.advantages, weight=prompt_weight)
-
-
-def _unweighted_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None) -> Group:
-    """Returns `make_group` of a prompt whose factor is 1."""
     if strategy.coefficients is not None:
         kept, coefficients = strategy.coefficients(pool, _usable(pool, strategy, ages))
         lengths = length_terms(pool.penalties[kept], pool.correct[kept])
         if lengths.any():
             coefficients = coefficients + lengths / len(pool.responses)
-        return Group(pool, kept, coefficients, per_prompt=True)
+        return Group(pool, kept, prompt_weight * coefficients, weight=prompt_weight, per_prompt=True)
     kept = kept_draws(pool, strategy, ages)
     if not kept.size:
-        return Group(pool, kept, np.zeros(0))
+        return Group(pool, kept, np.zeros(0), weight=prompt_weight)
     pass_rate = float(pool.correct.mean())
     differences, scale = _compared(pool, kept, strategy)
     # Lengths without the weight: w(p) is for outcomes, and 0 at p = 1 for some objectives.
     advantages = strategy.weight(pass_rate) / scale * differences
     advantages += length_terms(pool.penalties[kept], pool.correct[kept])
-    return Group(pool, kept, advantages, weight_clipped=pass_rate < strategy.clips_below)
+    return Group(pool, kept, prompt_weight * advantages, pass_rate < strategy.clips_below, prompt_weight)

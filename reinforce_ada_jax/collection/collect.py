@@ -106,21 +106,24 @@ def collect(
     _check_ids([*prompts, *prefetch.prompts, *options.replacements])
     states = _resumed(_rollouts(prompts, prefetch, strategy, options.estimate_fn), carried.partial)
     later = _resumed(map(PromptRollouts, options.replacements, itertools.count(len(states))), carried.partial)
-    verdicts = VerificationQueue(
-        verify_fn, deterministic=options.deterministic, waiting=lambda: _report(queue, on_progress)
-    )
+
+    def report() -> None:
+        if on_progress is not None:
+            on_progress(queue.num_closed, queue.num_responses)
+
+    verdicts = VerificationQueue(verify_fn, deterministic=options.deterministic, waiting=report)
     queue = CollectionQueue(
         states, later, strategy, verdicts,
         barrier=options.barrier, speculative=options.speculative, seed=options.seed, iteration=options.iteration,
     )  # fmt: skip
     if turns is not None:
-        turns.attach(queue, lambda: _report(queue, on_progress))
+        turns.attach(queue, report)
     offered = turns or queue
     sampled = sample_fn(offered)
     try:
         for responses in sampled:
             offered.receive(responses)
-            _report(queue, on_progress)
+            report()
         queue.finish()
     except Exception:
         if isinstance(sampled, Generator):
@@ -130,11 +133,6 @@ def collect(
         raise
     prefetch.partial.update(_partial([rollouts for rollouts in queue.prompts if rollouts.prefetch]))
     return [rollouts.pool(strategy) for rollouts in queue.prompts if not rollouts.prefetch]
-
-
-def _report(queue: CollectionQueue, on_progress: OnProgress | None) -> None:
-    if on_progress is not None:
-        on_progress(queue.num_closed, queue.num_responses)
 
 
 def _resumed(states: Iterable[PromptRollouts], partial: Mapping[str, PartialRollouts]) -> list[PromptRollouts]:

@@ -27,7 +27,7 @@ from reinforce_ada_jax.collection.inclusion import inclusion_probabilities, syst
 from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.types import Prefetch, Prompt
 
-# Third number of the seed of `generator`. It is not 0: numpy takes [seed, epoch, 0] for [seed, epoch].
+# Third number of the seed of an iteration's choice. It is not 0: numpy takes [seed, epoch, 0] for [seed, epoch].
 _STREAM = 1
 
 
@@ -70,17 +70,12 @@ class Selection(Protocol):
         ...
 
 
-def generator(seed: int, iteration: int) -> np.random.Generator:
-    """Returns the generator of an iteration's choice: a function of the run's seed and the iteration."""
-    return np.random.default_rng([seed, iteration, _STREAM])
-
-
 def choose(selection: Selection, count: int, seed: int, iteration: int) -> Choice:
-    """Returns the checked choice of an iteration.
+    """Returns the checked choice of an iteration, whose randomness follows from the run's seed and its number.
 
     Raises ValueError if it has another number of prompts, a prompt twice, or weights that are not finite and above 0.
     """
-    choice = selection.choose(count, generator(seed, iteration))
+    choice = selection.choose(count, np.random.default_rng([seed, iteration, _STREAM]))
     if not (isinstance(choice, Choice) and all(isinstance(prompt, Prompt) for prompt in choice.prompts)):
         raise ValueError(f"collection.selection chose {choice!r:.80}; it must return a Choice of prompts.")
     ids = {prompt.id for prompt in choice.prompts}

@@ -16,8 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
+from reinforce_ada_jax.collection.request_queue import CollectionQueue
 from reinforce_ada_jax.collection.verification import WAIT_S
-from reinforce_ada_jax.types import MAX_TURNS, TRUNCATED, Prompt, Request, RequestQueue, Response, Verdict
+from reinforce_ada_jax.types import MAX_TURNS, TRUNCATED, Prompt, Request, Response, Verdict
 
 Tokens = Int32[np.ndarray, " T"]
 
@@ -40,15 +41,6 @@ class Environment(Protocol):
 
     def end(self, trajectory: Any) -> None:
         """Forgets a trajectory that gets no further turn."""
-        ...
-
-
-@runtime_checkable
-class ReceivingQueue(RequestQueue, Protocol):
-    """Queue that also takes responses between two yields of the sampler."""
-
-    def receive(self, responses: Iterable[Response]) -> None:
-        """Takes finished responses."""
         ...
 
 
@@ -109,7 +101,7 @@ class Trajectories:
         self._max_begun, self._deterministic = max_begun, deterministic
         self._verdicts: dict[tuple[str, int], Verdict] = {}
 
-    def attach(self, queue: ReceivingQueue, waiting: Callable[[], None] = lambda: None) -> None:
+    def attach(self, queue: CollectionQueue, waiting: Callable[[], None] = lambda: None) -> None:
         """Begins a collection; `waiting` is called again and again while answers are waited for, and may raise."""
         self._queue, self._waiting = queue, waiting
         self._decoding: dict[tuple[str, int], _Trajectory] = {}  # turns at the sampler, by their address

@@ -46,7 +46,6 @@ from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import hub_models, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards import (
     cipher,
@@ -65,7 +64,7 @@ from reinforce_ada_jax.sampling.engine import Engine, choose_apart, choose_tail,
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.rings import choose_ring_window
 from reinforce_ada_jax.sampling.state import EngineOptions
-from reinforce_ada_jax.training.environments import Environments
+from reinforce_ada_jax.training.environments import Drawing, Environments
 from reinforce_ada_jax.training.reward_check import output_file, reward_columns
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
@@ -149,12 +148,10 @@ class Components:
         """Returns the queue of turns of one drawing; None where a response is one turn."""
         if self.environments is None:
             return None
-        return self.environments.trajectories(
-            stream,
-            max_tokens,
-            max_begun=self.engine.options.slots * self.engine.replicas,
-            deterministic=deterministic(config),
-        )
+        return Trajectories(
+            Drawing(self.environments, stream), max_turns=config.environment.max_turns, max_tokens=max_tokens,
+            max_begun=self.engine.options.slots * self.engine.replicas, deterministic=deterministic(config),
+        )  # fmt: skip
 
     def graders(self, verifiers: VerifierPool) -> VerifierPool | EnvironmentPool:
         """Returns the pool that gives the rewards."""
@@ -276,7 +273,7 @@ def for_devices(config: Config, workdir: pathlib.Path | None = None, model: str 
     platform, size = mesh_lib.available_devices()[0].platform, 0
     path = model or config.model.path
     if path and platform == "cpu" and config.model.compute_dtype == "auto" and jax.process_count() == 1:
-        architecture = read_config(model_folder(path))
+        architecture = huggingface.read_config(model_folder(path))
         size = 0 if architecture.num_experts else architecture.num_parameters
     return platform_lib.chosen_dtype(config, platform, size)
 
@@ -287,7 +284,7 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
     `strategy` is that of a training. Raises ValueError where the folder, the configuration or the machine is wrong.
     """
     mesh_lib.available_devices()
-    architecture = read_config(folder)
+    architecture = huggingface.read_config(folder)
     attention, platform = config.sampling.attention, jax.default_backend()
     if attention.startswith("pallas") and not attention.endswith(platform):
         raise ValueError(f"sampling.attention is {attention!r}, and the devices are {platform}: set it to 'auto'.")
@@ -300,13 +297,13 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
         )
     if adapters := lora.make(config.lora.rank, config.lora.alpha, config.lora.projections):
         lora.adapter_shapes(architecture, adapters)  # before any weight is read
-    slots, reason = choose_slots(config, architecture, jax.default_backend(), strategy)
+    slots, reason = choose_slots(config, architecture, platform, strategy)
     options = engine_options(config, architecture, tokenizer.stop_ids, slots)
     # Commands that do not train: weights may be read in the type of decoding, without a second copy of them; nobody
     # learns from experts; and prompts with one system message share its pages, which rings cannot.
     if strategy is None:
         options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0)
-    options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())
+    options = with_drafts(options, architecture, config.sampling.drafts, platform)
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
     environments = Environments(config, tokenizer) if config.environment.path else None

@@ -15,7 +15,7 @@ from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.collection.verification import VerifyFn
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.data.problems import Problem, place
-from reinforce_ada_jax.data.templates import Chat, chat_from_config
+from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.data.turns import following
 from reinforce_ada_jax.environments import loading
@@ -44,12 +44,12 @@ class Environments:
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         """Checks the file and starts one process, which reads the class; ValueError if there is no environment."""
-        settings, self._config, self._tokenizer = config.environment, config, tokenizer
+        settings, self.config, self.tokenizer = config.environment, config, tokenizer
         reference = loading.file_reference(settings.path)
         self.pool = EnvironmentPool(reference, config.reward.workers, config.reward.time_limit_s)
         self.pool.check()
         self.tools = self.pool.tools
-        self._chat = dataclasses.replace(chat_from_config(config), tools=self.tools)
+        self.chat = dataclasses.replace(chat_from_config(config), tools=self.tools)
 
     def with_messages(self, problems: Sequence[Problem]) -> list[Problem]:
         """Returns the problems with the first messages of their environments; ValueError if one failed."""
@@ -70,50 +70,40 @@ class Environments:
             found.append({**problem, "prompt": list(reply.messages)})
         return found
 
-    def trajectories(self, stream: int, max_tokens: int, *, max_begun: int, deterministic: bool) -> Trajectories:
-        """Returns the queue of turns of one collection; `stream` is part of the address of its randomness."""
-        return Trajectories(
-            _Drawing(self._config, self._tokenizer, self._chat, self.pool, stream),
-            max_turns=self._config.environment.max_turns, max_tokens=max_tokens, max_begun=max_begun,
-            deterministic=deterministic,
-        )  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Drawing:
+class Drawing:
     """Implements collection.trajectories.Environment for one collection."""
 
-    config: Config
-    tokenizer: Tokenizer
-    chat: Chat
-    pool: EnvironmentPool
-    stream: int
+    environments: Environments
+    stream: int  # part of the address of its randomness
 
     def begin(self, prompt: Prompt, draw: int) -> _Dialogue:
         """Returns a new trajectory; the address of its randomness is (seed, stream, prompt id, draw)."""
         name = int.from_bytes(hashlib.blake2b(prompt.id.encode(), digest_size=8).digest())
         problem = _given(prompt.id, prompt.problem, prompt.answer, prompt.columns)
-        return _Dialogue(self.pool.begin(problem, (self.config.seed, self.stream, name, draw), prompt.messages))
+        address = self.environments.config.seed, self.stream, name, draw
+        return _Dialogue(self.environments.pool.begin(problem, address, prompt.messages))
 
     def submit(self, trajectory: _Dialogue, tokens: np.ndarray) -> Future[Reply]:
         """Gives a turn to the environment, as text."""
         trajectory.stop_id = int(tokens[-1])
-        return self.pool.step(trajectory.episode, self.tokenizer.decode(tokens))
+        return self.environments.pool.step(trajectory.episode, self.environments.tokenizer.decode(tokens))
 
     def read(self, trajectory: _Dialogue, answer: Reply) -> np.ndarray | Verdict:
         """Returns the tokens of the environment's messages, or its verdict."""
         if answer.failure:
             return Verdict(False, 0.0, answer.failure)
         if answer.reward is not None:
-            return Verdict(answer.reward > self.config.reward.positive_threshold, answer.reward)
+            return Verdict(answer.reward > self.environments.config.reward.positive_threshold, answer.reward)
         try:
             first, new = trajectory.episode.first, answer.messages
-            return following(self.tokenizer, self.chat, first, new, trajectory.stop_id)
+            return following(self.environments.tokenizer, self.environments.chat, first, new, trajectory.stop_id)
         except ValueError as error:
-            return Verdict(False, 0.0, self.pool.failed("error", str(error)).failure)
+            return Verdict(False, 0.0, self.environments.pool.failed("error", str(error)).failure)
 
     def end(self, trajectory: _Dialogue) -> None:
-        self.pool.end(trajectory.episode)
+        self.environments.pool.end(trajectory.episode)
 
 
 def _given(prompt_id: str, problem: str, answer: str, columns: Mapping[str, Any]) -> dict[str, Any]:

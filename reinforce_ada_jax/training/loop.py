@@ -86,7 +86,8 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
                     _forget_saved(run)
                     stopped = None
                     if state.pending is None:  # otherwise the iteration was saved before its evaluation
-                        with _traced(run, state.iteration + 1):
+                        traced = state.iteration + 1 == run.config.logging.profile
+                        with jax.profiler.trace(run.workdir / "profile") if traced else contextlib.nullcontext():
                             state, stopped = run.iterate(run, state)
                     if state.pending is not None:  # otherwise nothing of the iteration is in the weights
                         state = write_metrics(run, state, evaluate_if_due(run, state))
@@ -206,13 +207,6 @@ def evaluate_if_due(run: Run, state: RunState) -> dict[str, float]:
         text = f"validation loss {metrics['validation/loss']:.4f}"
     run.progress.note(f"iteration {state.iteration}: {text}")
     return metrics | {"time/evaluate_s": time.monotonic() - begin}
-
-
-def _traced(run: Run, iteration: int) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that traces an iteration into the work directory, if it is the one to be traced."""
-    if iteration != run.config.logging.profile:
-        return contextlib.nullcontext()
-    return jax.profiler.trace(run.workdir / "profile")
 
 
 def write_metrics(run: Run, state: RunState, evaluated: Mapping[str, float]) -> RunState:

@@ -122,8 +122,14 @@ def start(
     for what, text in {"the configurations": config_lib.to_json(inputs.given), **inputs.same}.items():
         processes.check_same(what, text)
 
-    # 2. The work directory.
-    take_workdir(inputs.given, workdir, stack, copy)
+    # 2. The work directory: no other training has it, and all processes see it.
+    lock = WorkdirLock(workdir)
+    stack.callback(lock.close)
+    if copy is not None:
+        copy.may_upload = lock.check
+        stack.callback(copy.close)  # while the lock is held
+    write_config(inputs.given, workdir)
+    write_started(workdir)
 
     # 3. The engine's programs begin to compile. All input is checked above: an error here would wait for the compiler.
     compiles = CompileCounter()
@@ -171,20 +177,6 @@ def start(
 
 
 # ---- the steps of a start --------------------------------------------------------------------------------------------
-
-
-def take_workdir(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
-    """Locks a work directory until `stack` is closed, and writes config.json and started.json.
-
-    Raises ValueError where another training has it, or not all processes see it.
-    """
-    lock = WorkdirLock(workdir)
-    stack.callback(lock.close)
-    if copy is not None:
-        copy.may_upload = lock.check
-        stack.callback(copy.close)  # while the lock is held
-    write_config(config, workdir)
-    write_started(workdir)
 
 
 def open_writer(

@@ -111,23 +111,14 @@ def _over_base(config: Config, components: Components, trained: Params, base_dty
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedRun:
-    """A finished run.
-
-    Attributes:
-      workdir: its work directory.
-      iteration: number of finished iterations.
-      metrics: lines of metrics.jsonl, one an iteration.
-      architecture: of the model.
-      params: trained weights on the devices; trained adapters are merged into their base.
-      model_folder: the folder that the run began with, whose tokenizer `export` copies.
-    """
+    """A finished run."""
 
     workdir: pathlib.Path
-    iteration: int
-    metrics: list[dict[str, float]]
+    iteration: int  # number of finished iterations
+    metrics: list[dict[str, float]]  # lines of metrics.jsonl, one an iteration
     architecture: Architecture
-    params: Params
-    model_folder: pathlib.Path
+    params: Params  # trained weights on the devices; trained adapters are merged into their base
+    model_folder: pathlib.Path  # the folder that the run began with, whose tokenizer `export` copies
 
     def export(self, folder: str | pathlib.Path) -> None:
         """Writes the weights as a Hugging Face folder; raises ValueError if `folder` is not empty."""
@@ -136,7 +127,6 @@ class TrainedRun:
 
 def trained_run(run: Run, state: RunState) -> TrainedRun:
     """Returns the handle of a run that finished with `state`."""
-    components, workdir = run.components, run.workdir
-    params = merged(run.config, components, state.learner.params)
-    metrics = read_metrics(workdir)
-    return TrainedRun(workdir, state.iteration, metrics, components.architecture, params, components.folder)
+    components, params = run.components, merged(run.config, run.components, state.learner.params)
+    metrics = read_metrics(run.workdir)
+    return TrainedRun(run.workdir, state.iteration, metrics, components.architecture, params, components.folder)

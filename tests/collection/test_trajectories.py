@@ -9,6 +9,7 @@ import pytest
 from reinforce_ada_jax.collection import strategies, trajectories
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import CarriedRollouts, collect
+from reinforce_ada_jax.collection.request_queue import CollectionQueue
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
@@ -259,7 +260,7 @@ def test_a_turn_that_is_cut_ends_the_trajectory():
     assert environment.log == [(0, 0, 0), (0, 1, 0)]  # the environment does not see a cut turn
 
 
-class Queue:
+class Queue(CollectionQueue):
     """A collection that wants two draws of one prompt."""
 
     def __init__(self, *, prefetch=False):

@@ -48,7 +48,7 @@ def test_on_a_fast_cpu_the_precision_goes_by_the_model_that_is_named(model, chan
     sizes = {"large": LARGE, "small": SMALL}
     monkeypatch.setattr(rounded, "is_faster", lambda: True)
     monkeypatch.setattr(components_lib, "model_folder", lambda path: path)
-    monkeypatch.setattr(components_lib, "read_config", lambda folder: sizes[folder])
+    monkeypatch.setattr(components_lib.huggingface, "read_config", lambda folder: sizes[folder])
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     config = replaced(Config(), {"model.path": "small"} | changes) if model else Config()
     assert components_lib.for_devices(config, model=model).model.compute_dtype == chosen
