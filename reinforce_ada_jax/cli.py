@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
@@ -29,7 +29,8 @@ STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 # Functions that define a flag, by the type of its value.
 DEFINE = {
     bool: flags.DEFINE_bool, int: flags.DEFINE_integer, int | None: flags.DEFINE_integer, float: flags.DEFINE_float,
-    float | None: flags.DEFINE_float, str: flags.DEFINE_string,
+    float | None: flags.DEFINE_float, str: flags.DEFINE_string, str | None: flags.DEFINE_string,
+    Sequence[str] | None: flags.DEFINE_list,
 }  # fmt: skip
 
 # Errors of a path that come again however often the command is started;
@@ -124,12 +125,6 @@ def define_config() -> flags.FlagHolder[ConfigDict]:
     holder = config_flag(flags.FLAGS, text)
     flags.mark_flag_as_required("config")
     return holder
-
-
-def define_distributed() -> flags.FlagHolder[bool]:
-    """Defines the flag --distributed of a command that several processes run together."""
-    text = "One process of several, which the cluster (TPU pod, Slurm, MPI) knows; start it on all."
-    return flags.DEFINE_bool("distributed", False, text)  # pyright: ignore[reportReturnType]
 
 
 def resolved(holder: flags.FlagHolder[ConfigDict]) -> Config:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -23,6 +23,8 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_input, check_output
+from reinforce_ada_jax.config.settings import setting
+from reinforce_ada_jax.distributed import command
 from reinforce_ada_jax.files import buckets, local_copy
 
 if TYPE_CHECKING:
@@ -31,16 +33,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Flags of the command beside the configuration, by their names."""
+    """Flags of the command beside the configuration."""
 
-    workdir: str | None = None
-    model: str | None = None
-    benchmarks: Sequence[str] = ()
-    samples: int | None = None
-    output: str | None = None
-    regrade: bool = False
-    initial: str | None = None
-    dry_run: bool = False
+    workdir: str | None = setting(None, "A run's work directory: its newest checkpoint is evaluated.")
+    model: str | None = setting(None, "A Hugging Face folder to evaluate instead.")
+    benchmarks: Sequence[str] | None = setting(None, "JSONL files, instead of the configured ones.")
+    samples: int | None = setting(None, "Responses per problem, instead of evaluation.samples.")
+    output: str | None = setting(
+        None, "The folder of the responses and the table; default: WORKDIR/evaluations/ITERATION, or evaluations/NAME "
+        "of the model's folder.",
+    )  # fmt: skip
+    regrade: bool = setting(False, "Grade the stored responses again; no model is needed.")
+    initial: str | None = setting(
+        None, "The folder of an earlier evaluation of the same problems, such as evaluations/NAME of the model that a "
+        "run began with: the table shows accuracy by initial pass rate. Default: pass_rate of the problems that have "
+        "one.",
+    )  # fmt: skip
+    dry_run: bool = setting(False, "Check the input, print the changed settings and a summary, and end.")
 
 
 def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -> Config:
@@ -89,7 +98,7 @@ def main(config: Config, options: Options) -> None:
     with contextlib.ExitStack() as stack:
         with cli.user_input():
             _check(config, options)
-            config = with_flags(config, options.benchmarks, options.samples)
+            config = with_flags(config, [*filter(None, options.benchmarks or ())], options.samples)
             run = None if workdir is None else stack.enter_context(local_copy.opened(workdir))[0]
             written = None
             if options.output is not None:
@@ -135,40 +144,12 @@ def _write(evaluation: "StoredEvaluation", run: pathlib.Path | None, model: str 
 
 if __name__ == "__main__":
     CONFIG = cli.define_config()
-    WORKDIR = flags.DEFINE_string("workdir", None, "A run's work directory: its newest checkpoint is evaluated.")
-    MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder to evaluate instead.")
-    BENCHMARKS = flags.DEFINE_list("benchmarks", [], "JSONL files, instead of the configured ones.")
-    SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, instead of evaluation.samples.")
-    OUTPUT = flags.DEFINE_string(
-        "output",
-        None,
-        "The folder of the responses and the table; default: WORKDIR/evaluations/ITERATION, or evaluations/NAME of the "
-        "model's folder.",
-    )
-    REGRADE = flags.DEFINE_bool("regrade", False, "Grade the stored responses again; no model is needed.")
-    INITIAL = flags.DEFINE_string(
-        "initial",
-        None,
-        "The folder of an earlier evaluation of the same problems, such as evaluations/NAME of the model that a run "
-        "began with: the table shows accuracy by initial pass rate. Default: pass_rate of the problems that have one.",
-    )
-    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print the changed settings and a summary, and end.")
-    DISTRIBUTED = cli.define_distributed()
+    FIELDS = dataclasses.fields(Options)
+    for field in FIELDS:
+        cli.DEFINE[field.type](field.name, field.default, field.metadata["text"])
 
     def start() -> None:
-        from reinforce_ada_jax.distributed import processes
+        given: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in FIELDS}
+        main(cli.resolved(CONFIG), Options(**given))
 
-        with processes.joined(cluster=DISTRIBUTED.value):
-            options = Options(
-                workdir=WORKDIR.value,
-                model=MODEL.value,
-                benchmarks=[*filter(None, BENCHMARKS.value)],
-                samples=SAMPLES.value,
-                output=OUTPUT.value,
-                regrade=REGRADE.value,
-                initial=INITIAL.value,
-                dry_run=DRY_RUN.value,
-            )
-            main(cli.resolved(CONFIG), options)
-
-    cli.run(start)
+    command.run(start)

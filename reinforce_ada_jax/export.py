@@ -17,6 +17,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, EnvironmentConfig, MeshConfig
 from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.distributed import command
 from reinforce_ada_jax.files import buckets, local_copy
 
 
@@ -75,12 +76,4 @@ if __name__ == "__main__":
     ITERATION = flags.DEFINE_integer("iteration", None, "Which checkpoint; the newest by default.")
     OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.", required=True)
     ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapters alone, in PEFT's format.")
-    DISTRIBUTED = cli.define_distributed()
-
-    def start() -> None:
-        from reinforce_ada_jax.distributed import processes
-
-        with processes.joined(cluster=DISTRIBUTED.value):
-            main(buckets.named(WORKDIR.value), ITERATION.value, buckets.named(OUTPUT.value), ADAPTER.value)
-
-    cli.run(start)
+    command.run(lambda: main(buckets.named(WORKDIR.value), ITERATION.value, buckets.named(OUTPUT.value), ADAPTER.value))

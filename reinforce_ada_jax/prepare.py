@@ -20,6 +20,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.distributed import command
 from reinforce_ada_jax.files import buckets, local_copy
 
 SAMPLES, MIN_PASS_RATE, MAX_PASS_RATE = 16, 0.0, 0.313
@@ -56,15 +57,9 @@ if __name__ == "__main__":
     MOST = flags.DEFINE_float("max_pass_rate", MAX_PASS_RATE, "Pass rates may reach it (inclusive).")
     COUNT = flags.DEFINE_integer("samples", SAMPLES, "Responses drawn for each problem.")
     DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print the changed settings and a summary, and end.")
-    DISTRIBUTED = cli.define_distributed()
-
-    def start() -> None:
-        from reinforce_ada_jax.distributed import processes
-
-        with processes.joined(cluster=DISTRIBUTED.value):
-            main(
-                cli.resolved(CONFIG), INPUT.value, buckets.named(OUTPUT.value),
-                (LEAST.value, MOST.value), COUNT.value, DRY_RUN.value,
-            )  # fmt: skip
-
-    cli.run(start)
+    command.run(
+        lambda: main(
+            cli.resolved(CONFIG), INPUT.value, buckets.named(OUTPUT.value),
+            (LEAST.value, MOST.value), COUNT.value, DRY_RUN.value,
+        )
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, DataConfig, MeshConfig, ModelConfig, SamplingConfig
+from reinforce_ada_jax.distributed import command
 from reinforce_ada_jax.serving.settings import INTERFACES, ServerSettings, bind
 
 if TYPE_CHECKING:
@@ -154,13 +155,6 @@ def settings_from_flags() -> ServerSettings:
 
 if __name__ == "__main__":
     define_flags()
-    DISTRIBUTED = cli.define_distributed()
-
-    def start() -> None:
-        from reinforce_ada_jax.distributed import processes
-
-        with processes.joined(cluster=DISTRIBUTED.value):
-            main(settings_from_flags())
-
     ONLY = {name for names in INTERFACES.values() for name in names}
-    cli.run(start, {"Flags of every interface": {*flags.FLAGS} - ONLY, **INTERFACES})
+    EVERY = {*flags.FLAGS, "distributed"} - ONLY
+    command.run(lambda: main(settings_from_flags()), {"Flags of every interface": EVERY, **INTERFACES})

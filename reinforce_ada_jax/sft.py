@@ -16,6 +16,7 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.distributed import command
 from reinforce_ada_jax.files import local_copy
 
 
@@ -51,18 +52,14 @@ if __name__ == "__main__":
     WORKDIR = flags.DEFINE_string(
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )
-    DISTRIBUTED = cli.define_distributed()
     DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print the changed settings and a summary, and end.")
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:
-        from reinforce_ada_jax.distributed import processes
+        config, workdir = cli.resolved(CONFIG), pathlib.Path(WORKDIR.value)
+        if DRY_RUN.value:
+            dry_run(config, workdir)
+        else:
+            main(config, workdir, quiet=QUIET.value)
 
-        with processes.joined(cluster=DISTRIBUTED.value):
-            config, workdir = cli.resolved(CONFIG), pathlib.Path(WORKDIR.value)
-            if DRY_RUN.value:
-                dry_run(config, workdir)
-            else:
-                main(config, workdir, quiet=QUIET.value)
-
-    cli.run(start)
+    command.run(start)

@@ -23,6 +23,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.distributed import command
 from reinforce_ada_jax.files import local_copy
 
 if TYPE_CHECKING:
@@ -131,7 +132,6 @@ if __name__ == "__main__":
     WORKDIR = flags.DEFINE_string(
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )
-    DISTRIBUTED = cli.define_distributed()
     DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, and print what would run and how long it takes.")
     PAGE = flags.DEFINE_integer(
         "page", None, "Port of a live page of the run on this machine; 0 chooses a free one. Without it: no page.", 0,
@@ -140,13 +140,10 @@ if __name__ == "__main__":
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:
-        from reinforce_ada_jax.distributed import processes
+        config, workdir = cli.resolved(CONFIG), pathlib.Path(WORKDIR.value)
+        if DRY_RUN.value:
+            dry_run(config, workdir)
+        else:
+            main(config, workdir, quiet=QUIET.value, page=PAGE.value)
 
-        with processes.joined(cluster=DISTRIBUTED.value):
-            config, workdir = cli.resolved(CONFIG), pathlib.Path(WORKDIR.value)
-            if DRY_RUN.value:
-                dry_run(config, workdir)
-            else:
-                main(config, workdir, quiet=QUIET.value, page=PAGE.value)
-
-    cli.run(start)
+    command.run(start)

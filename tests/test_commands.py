@@ -146,7 +146,11 @@ def test_the_package_lists_its_commands(capsys):
     assert "  train          Trains a policy, from a Hugging Face folder to checkpoints." in listed
     lines = {line.split()[0]: line for line in listed if line.startswith("  ")}
     assert tuple(lines) == dispatch.COMMANDS and max(map(len, lines.values())) <= 120
-    commands = [file.stem for file in (ROOT / "reinforce_ada_jax").glob("*.py") if "cli.run" in file.read_text()]
+    commands = [
+        file.stem
+        for file in (ROOT / "reinforce_ada_jax").glob("*.py")
+        if re.search(r"(cli|command)\.run\w*\(", file.read_text())
+    ]
     assert sorted(commands) == sorted(dispatch.COMMANDS)
 
 
