@@ -113,7 +113,7 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
             _estimate_fn(run, source),
             {**source.partial_rollouts, **stored.partial},
             upcoming,
-            None if run.journal is None else run.journal.begin(source.iteration),
+            CollectedShard([]) if run.journal is None else run.journal.begin(source.iteration),
         )
         draw_job = _draw_fn(run, source, stop)
         pools, counts = draw_job(job) if processes.count() == 1 else collect_everywhere(job, draw_job)
@@ -161,16 +161,14 @@ def _draw_fn(run: Run, source: Source, stop: Stop) -> DrawFn:
             deterministic=components_lib.deterministic(config),
             speculative=run.components.draws_speculatively(config.collection),
         )
-        carried = CarriedRollouts(job.partial, job.prefetch)
         try:
             pools = collect(
                 job.prompts, sample_fn, verify, job.strategy, options,
-                carried=carried, turns=turns, on_progress=on_progress,
+                carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial),
+                turns=turns, on_progress=on_progress,
             )  # fmt: skip
         except Interrupted:
-            if job.broken_off is not None:
-                job.broken_off.partial.update(carried.broken_off)
-                job.broken_off.counts.update(dataclasses.asdict(rollouts.counts))
+            job.broken_off.counts.update(dataclasses.asdict(rollouts.counts))
             raise
         return pools, collections.Counter(dataclasses.asdict(rollouts.counts))
 

@@ -53,12 +53,10 @@ class ResponseJournal:
         found = json.dumps([int(file.stem) for file in files if file.stem.isdecimal()])
         self._found: set[int] = set(json.loads(processes.of_writer(found)))
 
-    def begin(self, iteration: int) -> CollectedShard | None:
-        """Returns a record for the responses of a collection that may be broken off; None if they are not stored."""
-        self._broken_off.clear()
-        if self._stores_broken_off:
-            self._broken_off[iteration] = CollectedShard([])
-        return self._broken_off.get(iteration)
+    def begin(self, iteration: int) -> CollectedShard:
+        """Returns a record for the responses of a collection that may be broken off."""
+        self._broken_off = {iteration: CollectedShard([])}
+        return self._broken_off[iteration]
 
     def read(self, state: RunState, prompts: Iterable[Prompt]) -> CollectedShard | None:
         """Returns what is stored of the iteration after `state`, if it was drawn from the weights of `state`.
@@ -94,7 +92,7 @@ class ResponseJournal:
         Every process must call it. If all of them are larger than the limit, some prompts have none.
         """
         collected = self._broken_off.pop(state.iteration + 1, None)
-        if collected is None or not collected.partial:
+        if collected is None or not collected.partial or not self._stores_broken_off:
             return 0
         saved = CollectedShard([], _within(collected.partial, self._limit_bytes), collected.counts)
         return saved.num_responses if self.write(state, saved) else 0

@@ -36,7 +36,8 @@ class Job:
     estimate_fn: EstimateFn | None = None  # of pass rates
     partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))  # prompts of the next collections
-    broken_off: CollectedShard | None = None  # filled if the collection ends early; None: its draws are lost
+    # Filled if the collection ends early, also with the counts of its sampler.
+    broken_off: CollectedShard = dataclasses.field(default_factory=lambda: CollectedShard([]))
 
 
 # Draws a job on this process's devices; returns the pools and the counts of its sampler.
@@ -118,12 +119,11 @@ def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
     return sum(not kept_draws(pool, strategy).size for pool in pools) if strategy.extra_batches else 0
 
 
-def _add(broken_off: CollectedShard | None, shard: CollectedShard) -> None:
+def _add(broken_off: CollectedShard, shard: CollectedShard) -> None:
     """Adds the rollouts of a shard to the record of a collection that is broken off."""
-    if broken_off is not None:
-        broken_off.partial.update(shard.partial)
-        broken_off.partial.update({pool.prompt.id: partial_of(pool) for pool in shard.pools})
-        broken_off.counts.update(Counts(broken_off.counts) + Counts(shard.counts))
+    broken_off.partial.update(shard.partial)
+    broken_off.partial.update({pool.prompt.id: partial_of(pool) for pool in shard.pools})
+    broken_off.counts.update(Counts(broken_off.counts) + Counts(shard.counts))
 
 
 def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple[list[Pool], Counts]:
@@ -143,13 +143,13 @@ def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple
         prompts=shard_of(job.prompts, planned),
         replacements=(),
         prefetch=Prefetch(shard_of(job.prefetch.prompts, {}), job.prefetch.ahead),
-        broken_off=None if job.broken_off is None else CollectedShard([]),
+        broken_off=CollectedShard([]),
     )
     try:
         pools, counts = draw(shard)
         message = _COMPLETE + to_bytes(CollectedShard(pools, shard.prefetch.partial, dict(counts)))
     except Interrupted:
-        message = _BROKEN_OFF + to_bytes(shard.broken_off or CollectedShard([]))
+        message = _BROKEN_OFF + to_bytes(shard.broken_off)
     messages = processes.exchange(message)
     shards = [from_bytes(message[1:], job.prompts) for message in messages]
     if any(message.startswith(_BROKEN_OFF) for message in messages):

@@ -152,7 +152,7 @@ def collected(
             verify,
             job.strategy,
             CollectOptions(replacements=job.replacements, estimate_fn=job.estimate_fn, seed=3, iteration=5),
-            carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial if job.broken_off else {}),
+            carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial),
             on_progress=end,
         )
         return pools, collections.Counter(tokens=sum(len(r.tokens) for pool in pools for r in pool.responses))
@@ -164,7 +164,7 @@ def collected(
         (lambda prompts: np.array([rates[prompt.id] for prompt in prompts])) if built.plan else None,
         partial=partial or {},
         prefetch=upcoming,
-        broken_off=broken_off,
+        broken_off=broken_off or CollectedShard([]),
     )
     pools, counts = drawn_by_all(job, draw)
     assert counts["tokens"] == sum(len(response.tokens) for pool in pools for response in pool.responses)
