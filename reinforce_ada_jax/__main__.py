@@ -37,8 +37,7 @@ def overview() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command that the first argument names, with the other ones; lists the commands without an argument.
 
-    Args:
-      argv: arguments without the program; default: those of the process.
+    `argv` has the arguments without the program; None: those of the process.
     """
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "-help", "--help", "help"):

@@ -70,17 +70,8 @@ def seconds_until(sign: str, command: Sequence[str], environment: Mapping[str, s
     return seconds
 
 
-def _iterations(workdir: pathlib.Path) -> list[dict[str, float]]:
-    """Returns the metrics of a run without those of its first iteration, which compiles."""
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][1:]
-
-
 def measure(settings: Sequence[str], iterations: int) -> dict[str, Any]:
-    """Trains twice with `settings`, flags of `train`; returns the figures.
-
-    Raises:
-      RuntimeError: a run ended otherwise.
-    """
+    """Trains twice with `settings`, flags of `train`; returns the figures. Raises RuntimeError if a run fails."""
     flags_of_train = [*settings, f"--config.iterations={iterations}", "--quiet"]
     flags_of_train += [f"--config.{key}={value}" for key, value in SETTINGS.items()]
     result: dict[str, Any] = {}
@@ -92,7 +83,8 @@ def measure(settings: Sequence[str], iterations: int) -> dict[str, Any]:
             workdir = pathlib.Path(folder) / kind
             command = [sys.executable, "-c", LISTENING, "train", *flags_of_train, f"--workdir={workdir}"]
             result[f"first_token_{kind}_s"] = seconds_until(FIRST_TOKEN, command, environment)
-            taken += _iterations(workdir)
+            # The first iteration compiles.
+            taken += map(json.loads, (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[1:])
     result |= {
         "tokens_per_s": statistics.median(each["collection/tokens"] / each["time/collect_s"] for each in taken),
         "collect_s": statistics.median(each["time/collect_s"] for each in taken),

@@ -55,10 +55,8 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
 def read_inputs(options: flags.FlagValues, strategies: Sequence[str] = ()) -> Inputs:
     """Returns the inputs that the flags name; prints a summary of the prompt set, where there is one.
 
-    Where the flags name no strategy, these are taken, or else that of the configuration.
-
-    Raises:
-      ValueError: a strategy, a pass rate or the prompt file breaks a rule.
+    Where the flags name no strategy, these are taken, or else that of the configuration. Raises ValueError where a
+    strategy, a pass rate or the prompt file breaks a rule.
     """
     given = {name: options[name].value for name in SETTINGS}
     section = resolve(options.config).collection

@@ -53,16 +53,13 @@ class CollectOptions:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CarriedRollouts:
-    """Rollouts that one collection leaves for another, by prompt id.
+    """Rollouts that one collection leaves for another, by prompt id."""
 
-    Attributes:
-      partial: rollouts to continue from: prefetched by an earlier collection, or of one broken off.
-      prefetch: prompts of the next collections, drawn where slots would be idle; `collect` adds their rollouts.
-      broken_off: `collect` adds the rollouts of every prompt if the sampler or `on_progress` raises.
-    """
-
+    # Rollouts to continue from: prefetched by an earlier collection, or of one broken off.
     partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+    # Prompts of the next collections, drawn where slots would be idle; `collect` adds their rollouts.
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
+    # `collect` adds the rollouts of every prompt if the sampler or `on_progress` raises.
     broken_off: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
 
 
@@ -78,8 +75,6 @@ def collect(
     on_progress: OnProgress | None = None,
 ) -> list[Pool]:
     """Draws responses for every prompt until the strategy closes it.
-
-    A prompt starts its next round as soon as its own round is complete and verified.
 
     Args:
       prompts: P prompts with distinct ids.

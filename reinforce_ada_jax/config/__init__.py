@@ -49,12 +49,3 @@ from reinforce_ada_jax.config.settings import (
     SamplingConfig,
     SftConfig,
 )
-
-__all__ = [
-    "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "SYSTEM", "CheckpointConfig", "CodeConfig", "CollectionConfig",
-    "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "JudgeConfig",
-    "LearningConfig", "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig",
-    "SftConfig", "changed", "check", "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten",
-    "from_json", "least_pages", "longest_prompt", "longest_response", "longest_turn", "packaged", "read", "replaced",
-    "resolve", "settings", "to_json", "validate", "with_saved_dtype",
-]  # fmt: skip

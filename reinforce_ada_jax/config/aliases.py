@@ -13,18 +13,12 @@ VERL_PREFIX = "actor_rollout_ref."
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """A setting of another program.
+    """A setting of another program."""
 
-    Attributes:
-      libraries: programs that have it.
-      keys: our settings, which all get the value; empty if the name is refused.
-      note: what differs; of a refused name, what to set.
-      values: our value for each of theirs, or our settings ("learning.loss=cispo"); empty where values are the same.
-    """
-
-    libraries: str
-    keys: tuple[str, ...]
-    note: str = ""
+    libraries: str  # programs that have it
+    keys: tuple[str, ...]  # our settings, which all get the value; empty if the name is refused
+    note: str = ""  # what differs; of a refused name, what to set
+    # Our value for each of theirs, or our settings ("learning.loss=cispo"); empty where values are the same.
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property

@@ -18,8 +18,7 @@ def packaged_configs() -> dict[str, pathlib.Path]:
 def config_file(name: str) -> str:
     """Returns the configuration file that a name means: a path itself, "tiny" the packaged file tiny.py.
 
-    Raises:
-      ValueError: the name is no path, and no packaged configuration has it.
+    Raises ValueError where the name is no path, and no packaged configuration has it.
     """
     if "/" in name or ".py" in name:
         return name
@@ -33,9 +32,5 @@ def config_file(name: str) -> str:
 
 
 def packaged(name: str) -> ConfigDict:
-    """Returns the settings of a packaged configuration, such as "tiny", to change and to train with.
-
-    Raises:
-      ValueError: no packaged configuration has this name; the message lists them.
-    """
+    """Returns the settings of a packaged configuration, such as "tiny"; ValueError, with their names, for another."""
     return user_code.run(pathlib.Path(config_file(name))).get_config()

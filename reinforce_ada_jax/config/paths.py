@@ -13,13 +13,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 def check_local(name: str, path: object, *, others: str = "") -> None:
-    """Raises ValueError if `path` is a URL.
-
-    Args:
-      name: the flag or the setting, for the message.
-      path: text, or a pathlib.Path.
-      others: what can be named as well, for the message.
-    """
+    """Raises ValueError if `path` is a URL. For the message: `name` of the flag, and `others` that can be named."""
     if _URL.match(str(path)):
         url = _URL.sub(r"\1://", str(path))
         raise ValueError(
@@ -43,12 +37,9 @@ def check_source(name: str, source: str) -> None:
 
 
 def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:
-    """Raises ValueError if `path` can't be written, so that hours of work do not end with this error.
+    """Raises ValueError if `path`, a `folder` or a file, can't be written: hours of work must not end with this error.
 
-    Args:
-      name: the flag, for the message.
-      path: may exist; the folders above it need not. In a bucket (gs://) nothing is asked yet.
-      folder: `path` is a folder, otherwise a file.
+    It may exist; the folders above it need not. In a bucket (gs://) nothing is asked yet.
     """
     check_input(name, path)
     if buckets.is_bucket(path):

@@ -71,11 +71,7 @@ def _described(members: list[tuple[str, dataclasses.Field]]) -> list[str]:
 
 
 def help_text(section: str = ALL) -> str:
-    """Returns the settings as terminal text: those of one section, or of `ALL`.
-
-    Raises:
-      ValueError: there is no such section.
-    """
+    """Returns the settings of a section, or of `ALL`, as terminal text; ValueError if there is no such section."""
     sections = {name or "run": content for name, content in _sections().items()}
     if section != ALL and section not in sections:
         raise ValueError(f"there is no section {section!r}; sections are {', '.join(sections)}, or {ALL} of them.")

@@ -67,11 +67,7 @@ def _saved(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 
 def read(workdir: pathlib.Path) -> Config | None:
-    """Returns the configuration of the run in a work directory, or None if there is none.
-
-    Raises:
-      ValueError: config.json is damaged, or not of a run.
-    """
+    """Returns the configuration of the run in a work directory, None without one; ValueError if it is damaged."""
     saved = _saved(workdir)
     return None if saved is None else resolve(saved)
 

@@ -316,10 +316,7 @@ def _check_age(config: Config, name: str, max_age: int) -> None:
 def check_strategy(config: Config, *, max_age: int | None, estimates: bool) -> None:
     """Raises ValueError if a user's strategy does not fit the devices; the rules check the built-in ones.
 
-    Args:
-      config: of the run.
-      max_age: of the strategy.
-      estimates: whether it needs pass rates that are estimated before the first draw.
+    `max_age` and `estimates` are those of the `Strategy`.
     """
     if max_age is not None:
         _check_age(config, f"max_age of {config.collection.strategy}", max_age)

@@ -45,15 +45,10 @@ TRACKER = re.compile(r"(tensorboard)|(wandb):[^/\\#?%:,]{1,128}|(trackio):[\w-]{
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """The values that a setting may have.
+    """The values that a setting may have."""
 
-    Attributes:
-      text: completes "it must ...".
-      holds: True for an allowed value.
-    """
-
-    text: str
-    holds: Callable[[Any], bool]
+    text: str  # completes "it must ..."
+    holds: Callable[[Any], bool]  # returns True for an allowed value
 
     def check(self, key: str, value: Any) -> None:
         """Raises ValueError unless `value` is allowed for the setting `key`."""
@@ -89,18 +84,15 @@ def _is_number(text: str) -> bool:
         return False
 
 
-STRATEGY = Allowed(
-    f"be one of {', '.join(STRATEGIES)}, or name a function of yours as file.py:function",
-    lambda value: ":" in value or value in STRATEGIES,
-)
-LOSS = Allowed(
-    f"be one of {', '.join(LOSSES)}, or name a function of yours as file.py:function",
-    lambda value: ":" in value or value in LOSSES,
-)
-SELECTION = Allowed(
-    f"be one of {', '.join(SELECTIONS)}, or name a class of yours as file.py:Class",
-    lambda value: ":" in value or value in SELECTIONS,
-)
+def one_of_or_yours(names: Sequence[str], yours: str) -> Allowed:
+    """Allows the given names, and a function or a class in a file of the user's."""
+    text = f"be one of {', '.join(names)}, or name a {yours}"
+    return Allowed(text, lambda value: ":" in value or value in names)
+
+
+STRATEGY = one_of_or_yours(STRATEGIES, "function of yours as file.py:function")
+LOSS = one_of_or_yours(LOSSES, "function of yours as file.py:function")
+SELECTION = one_of_or_yours(SELECTIONS, "class of yours as file.py:Class")
 CONTROL_VARIATE = Allowed(
     "be none, noise, or a number as text, such as '0.03'",
     lambda value: value in ("none", "noise") or _is_number(value),

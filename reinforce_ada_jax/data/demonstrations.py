@@ -113,13 +113,12 @@ def read(
         )
         for prompt, (text, _) in zip(prompts, found, strict=True)
     ]
-    sizes = [len(each.tokens) for each in demonstrations if len(each.tokens) > max_response_tokens]
-    if sizes:
-        first = next(each for each in demonstrations if len(each.tokens) > max_response_tokens)
+    if too_long := [each for each in demonstrations if len(each.tokens) > max_response_tokens]:
+        sizes = [len(each.tokens) for each in too_long]
         raise ValueError(
             f"{len(sizes):,} responses of {source} have {min(sizes):,} to {max(sizes):,} tokens, limit "
             f"{max_response_tokens:,}: raise sampling.max_response_tokens, or leave these rows out. The first is that "
-            f"of {shown(first.prompt.id)}."
+            f"of {shown(too_long[0].prompt.id)}."
         )
     taken = " and ".join(repr(name) for name in collections.Counter(name for _, name in found))
     tokens = sum(len(each.tokens) for each in demonstrations)

@@ -10,14 +10,12 @@ from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 PREFIX = "hf:"
 
 
-def _is_saved(name: str) -> bool:
-    return any((pathlib.Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
-
-
-def _saved(datasets: Any, folder: str, split: str) -> Any:
-    """Returns the rows of a folder that `save_to_disk` wrote: one split, or a split of several."""
-    saved = datasets.load_from_disk(folder)
-    if not isinstance(saved, dict):
+def _rows(datasets: Any, name: str, subset: str | None, split: str) -> Any:
+    """Returns the rows of a split: of a folder that `save_to_disk` wrote, or of what `load_dataset` finds."""
+    if not any((pathlib.Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        return datasets.load_dataset(name, subset, split=split)
+    saved = datasets.load_from_disk(name)
+    if not isinstance(saved, dict):  # one split
         return saved
     if split not in saved:
         raise ValueError(f"it has the splits {', '.join(saved)}")
@@ -41,7 +39,7 @@ def read_hub(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     remedy = "pip install '.[hub]', or download the set and name a JSONL file of id, problem and answer."
     datasets = optional_package("datasets", f"{source} needs Hugging Face's datasets", remedy)
     try:
-        rows = _saved(datasets, name, split) if _is_saved(name) else datasets.load_dataset(name, subset, split=split)
+        rows = _rows(datasets, name, subset, split)
     except (OSError, ValueError, RuntimeError) as error:  # no network, no such set or split, no such format
         raise ValueError(
             f"{source} can't be loaded ({type(error).__name__}: {error!s:.300}). Check the name and the split "

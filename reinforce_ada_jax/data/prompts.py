@@ -72,18 +72,6 @@ def _characters(problem: Problem) -> int:
     return sum(len(message["content"]) for message in messages) if messages else len(problem["problem"])
 
 
-def _tokens(
-    problem: Problem, tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat
-) -> np.ndarray | None:
-    """Returns the tokens of a problem's prompt; None if its text is so long that it need not be tokenised."""
-    if _characters(problem) > max(UNCHECKED_CHARACTERS, CHARACTERS_PER_TOKEN * max_prompt_tokens):
-        return None
-    try:
-        return tokenizer.render(problem["problem"], template, chat, problem.get("prompt"))
-    except ValueError as error:
-        raise ValueError(f"{place(problem)}: {error}") from error
-
-
 def short_prompts(
     problems: Sequence[Problem],
     tokenizer: Tokenizer,
@@ -99,9 +87,15 @@ def short_prompts(
     prompts: list[Prompt] = []
     too_long: list[tuple[Problem, int | None]] = []
     for problem in problems:
-        tokens = _tokens(problem, tokenizer, template, max_prompt_tokens, chat)
-        if tokens is None or len(tokens) > max_prompt_tokens:
-            too_long.append((problem, None if tokens is None else len(tokens)))
+        if _characters(problem) > max(UNCHECKED_CHARACTERS, CHARACTERS_PER_TOKEN * max_prompt_tokens):
+            too_long.append((problem, None))
+            continue
+        try:
+            tokens = tokenizer.render(problem["problem"], template, chat, problem.get("prompt"))
+        except ValueError as error:
+            raise ValueError(f"{place(problem)}: {error}") from error
+        if len(tokens) > max_prompt_tokens:
+            too_long.append((problem, len(tokens)))
         else:
             prompts.append(to_prompt(problem, tokens))
     return prompts, too_long

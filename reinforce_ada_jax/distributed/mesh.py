@@ -156,8 +156,7 @@ def local_rows(array: jax.Array) -> np.ndarray:
 
 def shard_bytes(tree: Any) -> int:
     """Returns the bytes on each device of a tree of arrays, or of their shapes: the sum of the largest shards."""
-    shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    return sum(shards)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def place(array: np.ndarray, there: NamedSharding | None) -> jax.Array:

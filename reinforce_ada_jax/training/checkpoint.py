@@ -307,7 +307,14 @@ class Checkpoints:
         Raises:
           DamagedError: some process can't read a part of it, or a part is not what was saved.
         """
-        record = self._record_of_all(iteration)
+        broken: DamagedError | None = None
+        record: dict[str, Any] = {}
+        try:
+            record = self.record(iteration)
+        except DamagedError as error:
+            broken = error
+        if processes.any_of(broken is not None):
+            raise broken or damaged(self.folder, iteration, "another process can't read its record")
         accept(record)
         learner = self._restore_arrays(iteration, "learner", target, record["fingerprints"])
         expected = record["sampler_fingerprints"]
@@ -341,16 +348,6 @@ class Checkpoints:
                 return checkpointer.restore(self.folder / str(iteration) / "learner", args=args)["params"]
 
         return self._checked(iteration, read, target, list(expected.values()))
-
-    def _record_of_all(self, iteration: int) -> dict[str, Any]:
-        """Returns the record of an iteration; DamagedError, in every process, if one of them can't read it."""
-        try:
-            record, broken = self.record(iteration), None
-        except DamagedError as error:
-            record, broken = {}, error
-        if processes.any_of(broken is not None):
-            raise broken or damaged(self.folder, iteration, "another process can't read its record")
-        return record
 
     def _restore_arrays(self, iteration: int, item: str, target: Any, expected: Sequence[int]) -> Any:
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target)})
