@@ -28,12 +28,12 @@ from reinforce_ada_jax.training.state import RunState, to_record
 
 
 class Ending(enum.Enum):
-    """End of a run. The same command continues all but a finished one."""
+    """End of a run, with the exit code of its command. The same command continues all but a finished one."""
 
-    FINISHED = enum.auto()
-    INTERRUPTED = enum.auto()  # by Ctrl-C
-    PREEMPTED = enum.auto()  # the machine is taken away
-    STOPPED = enum.auto()  # by itself: what went wrong must be fixed first
+    FINISHED = 0
+    INTERRUPTED = cli.INTERRUPTED  # by Ctrl-C
+    PREEMPTED = RESTART  # the machine is taken away
+    STOPPED = cli.STOPPED  # by itself: what went wrong must be fixed first
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,10 +49,9 @@ def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, c
     `compiles`: threads may be compiling, and a preempted process does not wait for them.
     """
     if outcome.ending is not Ending.FINISHED:
-        codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
         # JAX ends several processes together, and only one process compiles in threads.
         at_once = compiles and outcome.ending is Ending.PREEMPTED and processes.count() == 1
-        cli.fail(outcome.message, codes[outcome.ending], at_once=at_once)
+        cli.fail(outcome.message, outcome.ending.value, at_once=at_once)
     if processes.is_writer() and outcome.state is not None:
         named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
         print(

@@ -50,32 +50,24 @@ class RunState:
         return num_bytes((self.learner, self.sampler))
 
 
+# Fields that are JSON already.
+_PLAIN = ("selection", "skipped_in_a_row", "pending", "estimator")
+
+
 def to_record(state: RunState) -> dict[str, Any]:
     """Returns the state as JSON, without arrays, and without what `Checkpoints.save` adds (iteration, evaluation)."""
-    return {
-        "selection": state.selection,
-        "skipped_in_a_row": state.skipped_in_a_row,
-        "pending": state.pending,
-        "partial_rollouts": partial_to_text(state.partial_rollouts),
-        "estimator": state.estimator,
-        "averages": dict(state.averages.sums),
-    }
+    plain = {name: getattr(state, name) for name in _PLAIN}
+    others = {"partial_rollouts": partial_to_text(state.partial_rollouts), "averages": dict(state.averages.sums)}
+    return plain | others
 
 
 def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Params | None = None) -> RunState:
     """Returns the state that a checkpoint's arrays and record describe."""
     return RunState(
-        learner,
-        record["selection"],
-        record["iteration"],
-        record["skipped_in_a_row"],
-        partial_from_text(record["partial_rollouts"]),
-        record["estimator"],
-        record["pending"],
-        record["evaluation"],
-        sampler,
-        Averages({name: (total, count) for name, (total, count) in record["averages"].items()}),
-    )
+        learner, **{name: record[name] for name in (*_PLAIN, "iteration", "evaluation")}, sampler=sampler,
+        partial_rollouts=partial_from_text(record["partial_rollouts"]),
+        averages=Averages({name: (total, count) for name, (total, count) in record["averages"].items()}),
+    )  # fmt: skip
 
 
 def abstract_state(config: Config, learner: Learner) -> LearnerState:
