@@ -116,7 +116,7 @@ def start(
     `workdir` is the folder of `copy`, if it is in a bucket.
     """
     # 1. The rest of the input. All errors, also those in the weights, show before the first file is written.
-    config, components = inputs.config, inputs.components
+    config, components, draws = inputs.config, inputs.components, not inputs.is_supervised
     keep_programs(config.logging.compilation_cache)
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     for what, text in {"the configurations": config_lib.to_json(inputs.given), **inputs.same}.items():
@@ -134,14 +134,14 @@ def start(
     # 3. The engine's programs begin to compile. All input is checked above: an error here would wait for the compiler.
     compiles = CompileCounter()
     compilation = stack.enter_context(EarlyCompilation())
-    ready_to_sample = compilation.add({} if inputs.is_supervised else components.engine.programs())
+    ready_to_sample = compilation.add(components.engine.programs() if draws else {})
     if components.environments is not None:
         components.environments.pool.program.output = output_file(workdir, "environment")
         stack.callback(components.environments.pool.close)
 
     # 4. The frozen weights.
     base, reference = frozen_weights(inputs, params)
-    rollouts = None if inputs.is_supervised else Rollouts(components.engine)
+    rollouts = Rollouts(components.engine) if draws else None
     estimator = components_lib.make_estimator(config, components) if inputs.strategy.estimates else None
 
     # 5. The state: that of the newest checkpoint, or a new one.
@@ -152,20 +152,20 @@ def start(
     if estimator is not None and state.estimator is not None:
         estimator.load_json(state.estimator)
 
-    # 6. The programs of the updates, for these arrays.
+    # 6. The programs of the updates, for these arrays. Nothing hides the time to compile those of supervised training.
     shapes = abstract(state.learner)
-    fingerprint = compilation.add({"checksum of a checkpoint": lambda: fingerprints.of_arrays.lower(shapes)})
-    updates = {} if inputs.is_supervised else update_programs(inputs, state.learner, base, reference)
-    ready_to_update = compilation.add(updates)
+    checksum = {"checksum of a checkpoint": lambda: fingerprints.of_arrays.lower(shapes)}
+    fingerprint = compilation.add(checksum if draws else {})
+    ready_to_update = compilation.add(update_programs(inputs, state.learner, base, reference) if draws else {})
 
     # 7. Signals, metrics and the terminal.
     interrupt = stack.enter_context(Interrupt())
     writer = open_writer(config, workdir, state, stack, quiet=quiet)
     progress = begin_progress(inputs, state, stack, quiet=quiet)
-    journal = None if inputs.is_supervised else ResponseJournal(
+    journal = ResponseJournal(
         workdir, identity,
         broken_off=components_lib.rounds_alike(config), ready=functools.partial(fingerprint, progress.phase),
-    )  # fmt: skip
+    ) if draws else None  # fmt: skip
 
     run = Run(
         **vars(inputs), workdir=workdir, rollouts=rollouts, estimator=estimator, base=base, reference=reference,
