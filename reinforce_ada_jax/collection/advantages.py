@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from reinforce_ada_jax.collection.corrections import relative_rewards
+from reinforce_ada_jax.collection.corrections import checked, relative_rewards
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.types import Pool
 
@@ -165,11 +165,15 @@ def keep_draws(strategy: Strategy, correct: Bool[np.ndarray, " N"]) -> Int[np.nd
         raise ValueError(
             f"The strategy's keep must return indices of {len(correct)} draws, ascending; it returned {kept!r:.200}."
         )
+    _check_number(strategy, kept)
+    return kept
+
+
+def _check_number(strategy: Strategy, kept: Int[np.ndarray, " n"]) -> None:
     if strategy.max_kept is not None and kept.size > strategy.max_kept:
         raise ValueError(
             f"The strategy keeps {kept.size} responses of a prompt, and its max_kept is {strategy.max_kept}."
         )
-    return kept
 
 
 def kept_draws(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None) -> Int[np.ndarray, " n"]:
@@ -199,7 +203,8 @@ def make_group(
       prompt_weight: factor of the prompt in the update (`Choice.weights`).
     """
     if strategy.coefficients is not None:
-        kept, coefficients = strategy.coefficients(pool, _usable(pool, strategy, ages))
+        kept, coefficients = checked(strategy.coefficients, pool, _usable(pool, strategy, ages))
+        _check_number(strategy, kept)
         lengths = length_terms(pool.penalties[kept], pool.correct[kept])
         if lengths.any():
             coefficients = coefficients + lengths / len(pool.responses)

@@ -36,6 +36,39 @@ Coefficients = tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]
 CoefficientsFn = Callable[[Pool, Bool[np.ndarray, " N"]], Coefficients]
 
 
+def checked(coefficients: CoefficientsFn, pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
+    """Returns what a strategy's `coefficients` give for a pool; raises ValueError for anything but two such arrays."""
+    returned, draws = coefficients(pool, usable), len(pool.responses)
+    arrays = returned if isinstance(returned, tuple | list) and len(returned) == 2 else ()
+    try:
+        kept, values = (np.asarray(each) if np.size(each) else np.zeros(0, int) for each in arrays)
+    except ValueError:  # two arrays are missing, or one has rows of several lengths
+        kept = values = np.zeros(())
+    indices = kept.ndim == 1 and kept.dtype.kind in "iu" and (np.diff(kept, prepend=-1, append=draws) > 0).all()
+    if not (indices and values.shape == kept.shape and values.dtype.kind in "iuf"):
+        name = getattr(coefficients, "__name__", "coefficients")
+        raise ValueError(
+            f"coefficients of the Strategy ({name}) returned {_described(returned)} for a prompt with {draws} draws. "
+            "It must return two arrays of the same length: the indices of the draws to keep, whole numbers from 0 to "
+            f"{draws - 1}, ascending, and the coefficient of each, a number."
+        )
+    if not usable[kept].all():
+        old = kept[~usable[kept]][0]
+        raise ValueError(f"The strategy's coefficients keep draw {old}, which is older than its max_age: leave it out.")
+    return kept.astype(int), values.astype(float)
+
+
+def _described(value: Any) -> str:
+    """Returns the type of a value, with the shape and the content of an array, as a part of a message."""
+    if isinstance(value, tuple | list):
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        more = ", ..." if len(value) > 3 else ""
+        return f"{opening}{', '.join(_described(each) for each in value[:3])}{more}{closing}"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} with the shape {value.shape} ({value.tolist()!r:.60})"
+    return f"{value!r:.60}"
+
+
 def relative_rewards(pool: Pool) -> Float[np.ndarray, " N"]:
     """Returns rewards minus their mean: exactly 0 where all are equal, a pool of one included."""
     rewards = pool.rewards
@@ -181,7 +214,7 @@ def with_first_round(coefficients: CoefficientsFn) -> CoefficientsFn:
     """
 
     def with_all(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
-        kept, of_kept = coefficients(pool, usable)
+        kept, of_kept = checked(coefficients, pool, usable)
         is_kept, coefficient = np.zeros((2, len(pool.responses)))
         coefficient[kept] = of_kept
         is_kept[kept], is_kept[: pool.round_sizes[0]] = 1.0, 1.0

@@ -112,6 +112,9 @@ class Strategy:
         for name in ("next_draws", "met", "keep", "weight", "continue_probability"):
             if not callable(value := getattr(self, name)):
                 raise ValueError(f"{name} of a Strategy is {value!r:.80}; it must be a function.")
+        for name in ("plan", "coefficients"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise ValueError(f"{name} of a Strategy is {value!r:.80}; it must be a function, or None.")
         for name, least in (("max_draws", 1), ("max_kept", 1), ("extra_batches", 0), ("max_age", 0)):
             value, optional = getattr(self, name), name != "extra_batches"
             if not (value is None and optional) and (not isinstance(value, int | np.integer) or value < least):

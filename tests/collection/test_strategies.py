@@ -11,7 +11,7 @@ import pytest
 
 from reinforce_ada_jax import config as config_module
 from reinforce_ada_jax.analysis.enumeration import expectations
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection import corrections, strategies
 from reinforce_ada_jax.collection.advantages import keep_draws, make_group
 from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.collection.simulate import run_strategy
@@ -592,6 +592,61 @@ def test_what_a_users_strategy_keeps_are_indices(kept, message):
     mine = dataclasses.replace(strategies.fixed(3), keep=lambda correct: kept, max_kept=2)
     with pytest.raises(ValueError, match=message):
         keep_draws(mine, np.zeros(3, bool))
+
+
+def drawn(rewards):
+    """The pool of one round with these rewards."""
+    (pool,) = run_strategy(config("grpo", group_size=len(rewards)), np.array([rewards], float))
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("returned", "described"),
+    [
+        (None, "None"),
+        (np.ones(2), "an array of float64 with the shape (2,) ([1.0, 1.0])"),
+        (([0, 1], [1.0, 2.0], 3), "([0, 1], [1.0, 2.0], 3)"),
+        (([0, 1], [1.0]), "([0, 1], [1.0])"),  # later rows would have the coefficients of others
+        ((np.arange(2), np.ones((2, 1))), "an array of float64 with the shape (2, 1)"),
+        ((np.ones(3, bool), np.ones(3)), "an array of bool with the shape (3,)"),  # True would be the index 1
+        (([0.0, 1.0], [1.0, 1.0]), "([0.0, 1.0], [1.0, 1.0])"),
+        (([-1, 0], [1.0, 1.0]), "([-1, 0]"),
+        (([1, 1], [1.0, 1.0]), "([1, 1]"),
+        (([2, 3], [1.0, 1.0]), "([2, 3]"),
+        (([0], ["1"]), "([0], ['1'])"),
+        (([0], [1j]), "([0], [1j])"),
+        (([0], [[1.0], [1.0, 2.0]]), "([0], [[1.0], [1.0, 2.0]])"),
+    ],
+    ids=str,
+)
+def test_what_the_coefficients_of_a_users_strategy_return(returned, described):
+    def mine(pool, usable):
+        return returned
+
+    strategy = dataclasses.replace(strategies.fixed(3), coefficients=mine)
+    said = (
+        "coefficients of the Strategy (mine) returned ",
+        described,
+        "two arrays of the same length: the indices of the draws to keep, whole numbers from 0 to 2, ascending",
+    )
+    for coefficients in (mine, corrections.with_first_round(mine)):
+        with pytest.raises(ValueError) as refused:
+            make_group(drawn([1, 0, 1]), dataclasses.replace(strategy, coefficients=coefficients))
+        for part in said:
+            assert part in str(refused.value)
+
+
+def test_coefficients_may_be_lists_and_are_bounded():
+    strategy = dataclasses.replace(strategies.fixed(3), coefficients=lambda pool, usable: ([0, 2], [1, -2]), max_kept=2)
+    group = make_group(drawn([1, 0, 1]), strategy)
+    np.testing.assert_array_equal(group.kept, [0, 2])
+    np.testing.assert_array_equal(group.advantages, [1.0, -2.0])
+    none = dataclasses.replace(strategy, coefficients=lambda pool, usable: ([], []))
+    assert make_group(drawn([1, 0, 1]), none).kept.size == 0
+    with pytest.raises(ValueError, match="keeps 2 responses of a prompt, and its max_kept is 1"):
+        make_group(drawn([1, 0, 1]), dataclasses.replace(strategy, max_kept=1))
+    with pytest.raises(ValueError, match="keep draw 2, which is older than its max_age"):
+        make_group(drawn([1, 0, 1]), dataclasses.replace(strategy, max_age=1), np.array([0, 0, 2]))
 
 
 @pytest.mark.parametrize(
