@@ -17,26 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
-from jinja2 import StrictUndefined, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from reinforce_ada_jax.rewards.dialects import Columns
+from reinforce_ada_jax.rewards.judge_template import ENVIRONMENT, TEMPLATE
 from reinforce_ada_jax.types import Verdict
 
-TEMPLATE = """You grade a response to a problem.
-
-Problem:
-{{ problem }}
-
-{% if answer %}Reference answer:
-{{ answer }}
-
-{% endif %}Response:
-{{ response }}
-
-Say in a few sentences what is right and what is wrong. Then end with one line "Score: N", where N is a number from
-{{ lowest }} to {{ highest }}.
-"""
 _JSON = "json:"
 _MAX_ANSWER_BYTES = 2**20
 _SPARE_S = 0.5  # before the worker would be killed
@@ -192,8 +178,7 @@ class Judge:
     """
 
     def __init__(self, settings: Mapping[str, Any], *, cache: str | None, time_limit_s: float):
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-        self._template = environment.from_string(settings["template"] or TEMPLATE)
+        self._template = ENVIRONMENT.from_string(settings["template"] or TEMPLATE)
         self._endpoint, self._answers = _Endpoint(settings["url"]), _Answers(cache)
         self._request = {"model": settings["model"], **json.loads(settings["parameters"])}
         self._score, self._time_limit_s = settings["score"], time_limit_s

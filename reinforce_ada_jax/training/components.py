@@ -51,12 +51,13 @@ from reinforce_ada_jax.rewards import (
     cipher,
     code_tests,
     gsm8k,
+    judge_template,
     math_answer,
     minerva,
     reference,
     reference_minerva,
 )
-from reinforce_ada_jax.rewards.loading import GradeFn, Made, judge_template
+from reinforce_ada_jax.rewards.loading import GradeFn, Made
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import Pair, VerifierPool
 from reinforce_ada_jax.sampling.draft_choice import with_drafts
@@ -368,7 +369,7 @@ def _judge_settings(config: Config, folder: pathlib.Path | None) -> dict[str, An
     if folder is not None:
         index = processes.index()
         cache = str(folder.absolute() / (f"judge.{index}.sqlite3" if index else "judge.sqlite3"))
-    settings = dataclasses.asdict(config.judge) | {"template": judge_template(config.judge.template)}
+    settings = dataclasses.asdict(config.judge) | {"template": judge_template.checked(config.judge.template)}
     return {"settings": settings, "cache": cache, "time_limit_s": config.reward.time_limit_s}
 
 

@@ -16,6 +16,7 @@ from reinforce_ada_jax.data.templates import Chat, chat_from_config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.reporting.writers import read_metrics
+from reinforce_ada_jax.rewards import judge_template
 from reinforce_ada_jax.rewards.dialects import PROMPT
 from reinforce_ada_jax.rewards.workers import GradingFailed, VerifierPool
 from reinforce_ada_jax.types import FAILURES, Prompt, Verdict
@@ -26,7 +27,7 @@ _FUNCTION_REMEDY = (
 # Remedy by kind of reward, where a reference answer can't be graded.
 _REMEDIES = {
     "code": "docs/how_to/code.md has the forms of tests, and what the system must allow.",
-    "judge": "Check judge.url, judge.model and the API key, or raise reward.time_limit_s.",
+    "judge": "Check judge.url, judge.model, judge.template and the API key, or raise reward.time_limit_s.",
 }
 MAX_SHOWN = 60  # characters of an answer or a response in a message
 
@@ -81,8 +82,11 @@ def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prom
         response, of = prompt.answer, f"the reference answer {shown(prompt.answer)} of problem {prompt.id!r}"
         if name == "reward.kind=code":
             response, of = "```python\npass\n```", f"an empty program for problem {prompt.id!r}"
+        columns = reward_columns(config, prompt)
+        if name == "reward.kind=judge":
+            judge_template.checked(config.judge.template, columns)
         try:
-            verdict = verifiers.check((response, prompt.answer, reward_columns(config, prompt)))
+            verdict = verifiers.check((response, prompt.answer, columns))
         except GradingFailed as error:
             remedy = _REMEDIES.get(kind, _FUNCTION_REMEDY)
             raise ValueError(f"{name} cannot grade {of}: {error}. {remedy}") from None

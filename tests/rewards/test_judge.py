@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.config import rules
-from reinforce_ada_jax.rewards import judge
+from reinforce_ada_jax.rewards import judge, judge_template
 from reinforce_ada_jax.rewards.loading import Made
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
@@ -107,6 +107,50 @@ def test_a_column_of_a_problem_cannot_change_the_scale_or_the_answer(server):
     with contextlib.closing(judge.Judge(**settings(server, template=template))) as grade:
         assert grade("Score: 5", "42", columns).reward == 0.5
     assert server.requests[0][2]["messages"][0]["content"] == "Say it. 42 0.0 10.0 3\nScore: 5"
+
+
+NAMES = "A template may use response, answer, lowest, highest, and the columns of the problem: level, problem."
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ response }}\n{{ problm }}", f", line 2, uses 'problm', which there is not. {NAMES}"),
+        ("{{ response }}{% if answer == 'rare' %}{{ lvl }}{% endif %}", ", line 1, uses 'lvl', which there is not."),
+        ("a\nb {{ response", ", line 2, is no template: unexpected end of template, expected 'end of print stat"),
+        ("{{ response }", ", line 1, is no template: unexpected '}'"),
+        ("{{ response }} {% if answer %}", "The innermost block that needs to be closed is 'if'."),
+        ("{{ response | upcase }}", ", line 1, is no template: No filter named 'upcase'."),
+        ("{{ respons }} {{ problem }}", " does not show the response: it uses problem, respons, and needs"),
+        ("Grade {{ 1 }} {response}", " does not show the response: it uses no name, and needs {{ response }}."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_a_fault_of_the_template_is_named_with_its_place(tmp_path, template, message, in_a_file):
+    file = tmp_path / "judge.txt"
+    file.write_text(template)
+    setting, place = (str(file), f"judge.template ({file})") if in_a_file else (template, "judge.template")
+    with pytest.raises(ValueError) as refused:
+        judge_template.checked(setting, {"problem": "", "level": 3, "answer": "hidden"})
+    assert str(refused.value).startswith(place)
+    assert message in str(refused.value)
+
+
+def test_an_empty_file_is_not_the_default_template(tmp_path):
+    (tmp_path / "judge.txt").touch()
+    with pytest.raises(ValueError, match="does not show the response"):
+        judge_template.checked(str(tmp_path / "judge.txt"))
+    assert judge_template.checked("") == ""
+
+
+def test_names_that_may_be_missing_and_names_of_jinja_are_no_faults():
+    template = (
+        "{% for n in range(2) %}{{ n }}{% endfor %}{% if level is defined %}{{ level }}{% endif %}"
+        "{{ source | default('none') }} {{ response }}"
+    )
+    assert judge_template.checked(template, ["problem"]) == template
+    assert judge_template.checked("{{ any_column }} {{ response }}") == "{{ any_column }} {{ response }}"
+    assert judge_template.checked(judge_template.TEMPLATE, ["problem"])
 
 
 def test_what_may_pass_is_asked_again(server):
