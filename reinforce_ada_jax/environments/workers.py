@@ -95,10 +95,13 @@ class EnvironmentPool:
     def check(self) -> None:
         """Starts one worker, which reads the class; one line of a ValueError says why it is no environment."""
         worker = self._workers[0]
+        self.program.trial_limit_s = workers_lib.TRIAL_LIMIT_S + self._timeout_s
         try:
             worker.thread.submit(worker.start).result()
         except CannotStart as error:
             raise ValueError(error.line) from None
+        finally:
+            self.program.trial_limit_s = None
         assert worker.ready is not None
         self.tools = tuple(worker.ready["tools"])
 

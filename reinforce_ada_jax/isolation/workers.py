@@ -21,6 +21,9 @@ from reinforce_ada_jax.isolation import child, messages, process_tree
 
 # Importing sympy takes one second on an idle machine. No request pays for it.
 START_LIMIT_S = 120.0
+# With the time of a request, the limit of a command's first start, which is of one process: a file that never ends
+# would hold it up for three times the limit above.
+TRIAL_LIMIT_S = 60.0
 # Starts in a row that may end without a message. A worker that can report a traceback fails at once; those that are
 # killed from outside while they start have a limit of their own.
 MAX_FAILED_STARTS = 3
@@ -65,6 +68,8 @@ class Program:
     refusal: str  # begins the message of a program that says why it cannot start
     # File that gets what workers print; its folder is created. None: stderr. May change between requests.
     output: pathlib.Path | None = None
+    # Time limit of a start that is not repeated where it is exceeded; None: `START_LIMIT_S`, and it is repeated.
+    trial_limit_s: float | None = None
     # Starts without a message, and starts that were killed from outside, since a worker was last ready or answered.
     num_failed: int = 0
     num_killed: int = 0
@@ -74,8 +79,13 @@ class Program:
             self.output.parent.mkdir(parents=True, exist_ok=True)
         return child.start(self.module, self.arguments, None if self.output is None else str(self.output))
 
-    def count_start(self, is_from_outside: bool) -> None:
+    def count_start(self, is_from_outside: bool, is_late: bool) -> None:
         """Counts a start that has ended without a message; raises `CannotStart` after too many in a row."""
+        if is_late and self.trial_limit_s is not None:
+            raise CannotStart(
+                f"{self.refusal}: its import took more than {self.trial_limit_s:g} s ({TRIAL_LIMIT_S:g} s and "
+                "reward.time_limit_s). Import the file in a new interpreter to see why, or raise reward.time_limit_s."
+            )
         self.num_killed += is_from_outside
         self.num_failed += not is_from_outside
         if self.num_killed >= MAX_KILLED_STARTS:
@@ -118,9 +128,10 @@ class Worker:
             if self._is_stopped:
                 self._end(kill=True)
                 raise RuntimeError(_CLOSED)
-            message, error, code = None, None, None
+            message, error, code, is_late = None, None, None, False
             try:
-                message = self.child.read(START_LIMIT_S)
+                message = self.child.read(self._program.trial_limit_s or START_LIMIT_S)
+                is_late = message is None
                 error = None if message is None else start_error(message)
             except (EOFError, ConnectionError):
                 code = self._end()
@@ -133,7 +144,7 @@ class Worker:
             self._end(kill=True)
             if error is not None:
                 raise CannotStart(f"{self._program.refusal}: {error[0]}", error[1])
-            self._program.count_start(_is_from_outside(code))
+            self._program.count_start(_is_from_outside(code), is_late)
         return self.child
 
     def ask(

@@ -122,7 +122,11 @@ class VerifierPool:
         single = copy.copy(self)
         single.workers, single._workers, single.failure = min(self.workers, 1), [], ""
         # The message has the error already.
-        single._program = dataclasses.replace(self._program, output=pathlib.Path(os.devnull))
+        single._program = dataclasses.replace(
+            self._program,
+            output=pathlib.Path(os.devnull),
+            trial_limit_s=workers_lib.TRIAL_LIMIT_S + self._time_limit_s,
+        )
         try:
             with single:
                 verdict = None if pair is None else single.grade_all([pair])[0]

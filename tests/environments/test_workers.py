@@ -131,6 +131,16 @@ def test_a_file_that_ends_its_process_is_said_after_three_tries(tmp_path):
     assert (tmp_path / "starts").read_text() == "..."
 
 
+def test_a_file_whose_import_never_ends_is_tried_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers.workers_lib, "TRIAL_LIMIT_S", 0.5)
+    file, starts = tmp_path / "endless.py", tmp_path / "starts"
+    file.write_text(f"with open({str(starts)!r}, 'a') as file:\n    file.write('.')\nwhile True: ...\nclass Game: ...")
+    with contextlib.closing(EnvironmentPool(f"{file}:Game", workers=1, timeout_s=5.5)) as pool:
+        with pytest.raises(ValueError, match=r"endless.py:Game': its import took more than 6 s \(0.5 s and"):
+            pool.check()
+    assert starts.read_text() == "."
+
+
 def test_the_answer_of_a_fork_is_not_taken_for_that_of_a_neighbour(pool):
     assert says(pool, episode(pool), "double") == "twice"
     neighbour = episode(pool)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.config import Config, RewardConfig
+from reinforce_ada_jax.isolation import workers as workers_lib
 from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
@@ -343,6 +344,20 @@ def test_a_file_that_cannot_be_loaded_is_an_early_error_of_one_line(tmp_path, te
     with pytest.raises(ValueError, match=said) as error:
         pool.check()
     assert "\n" not in str(error.value) and f"{tmp_path}/yours.py:grade" in str(error.value)
+    assert children() == before
+
+
+def test_a_file_whose_import_never_ends_is_tried_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers_lib, "TRIAL_LIMIT_S", 0.5)
+    starts = tmp_path / "starts"
+    text = f"with open({str(starts)!r}, 'a') as file:\n    file.write('.')\nwhile True: ...\ndef grade(a, b): ..."
+    (tmp_path / "yours.py").write_text(text)
+    before = children()
+    pool = VerifierPool(f"{tmp_path}/yours.py:grade", workers=2, time_limit_s=5.5)
+    limit = r"its import took more than 6 s \(0.5 s and reward.time_limit_s\). .* or raise reward.time_limit_s"
+    with pytest.raises(ValueError, match=f"cannot start with {tmp_path}/yours.py:grade: {limit}"):
+        pool.check()
+    assert starts.read_text() == "."
     assert children() == before
 
 
