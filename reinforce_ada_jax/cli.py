@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -41,6 +42,8 @@ _FOR_GOOD = frozenset({
 # and errors of a disk, often without a name.
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 # Flags that are paths: empty, of a variable that is not set for example, they would choose a default.
 PATHS = {"benchmarks", "histogram", "initial", "input", "model", "output", "workdir"}
@@ -98,7 +101,7 @@ class _ConfigParser(config_flags.ConfigFileFlagParser):
         except ValueError as error:  # absl would put the flag before it
             raise _WrongConfigError(f"{error} Name a file such as configs/tiny.py.") from error
         try:
-            with user_code.failures(source, setting):
+            with _ends_are_said(), user_code.failures(source, setting):
                 config = super().parse(file)
         except ValueError as error:
             raise _WrongConfigError(_plain(str(error))) from error
@@ -194,6 +197,43 @@ def interruptible(saved: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         fail(f"interrupted. {saved}; the same command again goes on from there.", INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _ends_are_said() -> Iterator[None]:
+    """Says which file ended the process with `sys.exit` or `os._exit`, other than one of this package.
+
+    Without a word and with the code 0 it would look like a command that has finished. `os._exit` is replaced in this
+    process, and not in its forks.
+    """
+    leave, process = os._exit, os.getpid()
+
+    def said(file: str, line: int | None, call: str) -> str:
+        return (
+            f"{file}, line {line}, ended the command with {call} before it had finished. Remove the call; then the "
+            "same command starts again from what is saved."
+        )
+
+    def exit_at_once(status: int) -> NoReturn:
+        caller = sys._getframe(1)
+        file = caller.f_code.co_filename
+        if os.getpid() == process and not file.startswith(_PACKAGE):
+            print(f"error: {said(file, caller.f_lineno, f'os._exit({status})')}", file=sys.stderr, flush=True)
+            status = status or STOPPED
+        leave(status)
+
+    os._exit = exit_at_once
+    try:
+        yield
+    except SystemExit as end:
+        frames = traceback.extract_tb(end.__traceback__)
+        place = next(each for each in reversed(frames) if not each.filename.startswith("<frozen"))  # exit() is there
+        if place.filename.startswith(_PACKAGE):
+            raise
+        code = end.code if isinstance(end.code, int) and end.code else STOPPED
+        fail(said(place.filename, place.lineno, f"sys.exit({end.code!r})"), code)
+    finally:
+        os._exit = leave
 
 
 def _own_flags() -> dict[str, flags.Flag]:
@@ -313,7 +353,7 @@ def run_with_arguments(main: Callable[[list[str]], None], groups: Groups | None 
             signal.signal(signal.SIGINT, signal.default_int_handler)
         logging.set_verbosity(logging.WARNING)
         try:
-            with _storage_errors():
+            with _ends_are_said(), _storage_errors():
                 main(argv[1:])
         except KeyboardInterrupt:
             fail("interrupted. The same command starts again from what is saved.", INTERRUPTED)

@@ -13,12 +13,15 @@ import pathlib
 import re
 import symtable
 import sys
+import threading
 import traceback
 import types
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+
+NOTE_AFTER_S = 10.0
 
 
 def check(path: pathlib.Path, setting: str, name: str) -> None:
@@ -79,7 +82,13 @@ def run(path: pathlib.Path) -> types.ModuleType:
 
 @contextlib.contextmanager
 def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
-    """Raises an error of a user's file as a ValueError of one line, which begins with `setting` and names its line."""
+    """Raises an error of a user's file as a ValueError of one line, which begins with `setting` and names its line.
+
+    A file that runs for `NOTE_AFTER_S` is named on stderr: nothing but Ctrl-C ends a loop in it.
+    """
+    note = threading.Timer(NOTE_AFTER_S, _say_that_it_runs, (path, setting, threading.get_ident()))
+    note.daemon = True
+    note.start()
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -94,6 +103,17 @@ def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
         where = f" ({path}, line {frames[-1].lineno})" if frames else ""
         what = f"{type(error).__name__}: {error}".partition("\n")[0] if frames else str(error)
         raise ValueError(f"{setting}, which failed: {what}{where}") from raised
+    finally:
+        note.cancel()
+
+
+def _say_that_it_runs(path: pathlib.Path, setting: str, thread: int) -> None:
+    """Says that a file is running in a thread, and at which line."""
+    frames = traceback.extract_stack(sys._current_frames().get(thread))
+    lines = [each.lineno for each in frames if each.filename == str(path.resolve())]
+    if lines:
+        text = f"note: {path} has been running for {NOTE_AFTER_S:g} s, now at line {lines[-1]} ({setting})."
+        print(f"{text} Ctrl-C ends the command.", file=sys.stderr, flush=True)
 
 
 def _frames(error: BaseException, path: pathlib.Path) -> list[traceback.FrameSummary]:

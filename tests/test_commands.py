@@ -335,6 +335,31 @@ def test_an_end_in_the_middle_of_a_command_is_one_line(raised, code, line):
     assert result.stderr.startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("statement", "code", "call"),
+    [
+        ("sys.exit(0)", cli.STOPPED, "sys.exit(0)"),
+        ("exit()", cli.STOPPED, "sys.exit(None)"),
+        ("sys.exit(7)", 7, "sys.exit(7)"),
+        ("os._exit(0)", cli.STOPPED, "os._exit(0)"),
+        ("os._exit(7)", 7, "os._exit(7)"),
+    ],
+)
+def test_a_file_of_the_user_that_ends_the_process_is_named(tmp_path, statement, code, call):
+    (tmp_path / "mine.py").write_text(f"import os, sys\ndef mine():\n    {statement}\n")
+    program = f"import sys\nsys.path.append({str(tmp_path)!r})\nfrom reinforce_ada_jax import cli\nimport mine\n"
+    result = run_python("-c", f"{program}cli.run(mine.mine)")
+    said = f"error: {tmp_path / 'mine.py'}, line 3, ended the command with {call} before it had finished. Remove the"
+    assert (result.returncode, len(result.stderr.splitlines())) == (code, 1)
+    assert result.stderr.startswith(said)
+
+
+def test_the_end_of_a_fork_is_not_that_of_the_command():
+    fork = "def main():\n    os.fork() or os._exit(0)\n    print(os.wait()[1])\n"
+    result = run_python("-c", f"import os\nfrom reinforce_ada_jax import cli\n{fork}cli.run(main)")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "0\n", "")
+
+
 def test_ctrl_c_while_a_command_is_imported(tmp_path):
     # The first import of a command is absl: this one says that it has begun, and does not end.
     slow = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"

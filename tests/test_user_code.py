@@ -1,6 +1,7 @@
 """A user's own Python file runs, and leaves nothing beside itself."""
 
 import sys
+import time
 
 import pytest
 
@@ -22,3 +23,16 @@ def test_an_interrupted_file_names_the_line_that_ran(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt), user_code.failures(file, "collection.strategy is 'mine.py:f'"):
         user_code.run(file)
     assert capsys.readouterr().err == f"note: {file} was running, line 2\n"
+
+
+def test_a_file_that_does_not_end_is_named_with_its_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(user_code, "NOTE_AFTER_S", 0.05)
+    file = tmp_path / "mine.py"
+    file.write_text("import time\ndef f():\n    time.sleep(1.0)\nf()\n")
+    with user_code.failures(file, "collection.strategy is 'mine.py:f'"):
+        user_code.run(file)
+    said = f"note: {file} has been running for 0.05 s, now at line 3 (collection.strategy is 'mine.py:f')."
+    assert capsys.readouterr().err == f"{said} Ctrl-C ends the command.\n"
+    with user_code.failures(file, "collection.strategy is 'mine.py:f'"):
+        time.sleep(0.2)  # this program's own work is no line of the file
+    assert capsys.readouterr().err == ""

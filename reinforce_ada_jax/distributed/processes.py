@@ -268,7 +268,8 @@ def joined(*, cluster: bool) -> Iterator[None]:
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         if code == cli.BAD_INPUT:
             _watchdog.refuse()
-        if not isinstance(error, SystemExit):
+        if not isinstance(error, SystemExit) or not code:  # sys.exit(0) of a user's function
+            code = code or cli.STOPPED
             if isinstance(error, jax.errors.JaxRuntimeError):  # a collective
                 wait_for_news()
             traceback.print_exc()
