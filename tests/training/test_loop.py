@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import cli, train
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax import train
 from reinforce_ada_jax.collection.averages import Averages
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.isolation.workers import CannotStart
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface
@@ -28,7 +29,8 @@ from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.run import TrainingStopped
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.types import PartialRollouts, Response, Verdict
-from tests.running import cipher_file, compiles_nothing_early, reproducible, restored, tiny
+from tests import forked
+from tests.running import cipher_file, compiles_nothing_early, environment, reproducible, restored, tiny
 from tests.running import train as train_here
 
 NAMES = (
@@ -176,6 +178,23 @@ def test_a_full_disk_ends_the_run(tmp_path):
     assert outcome.message.startswith("no checkpoint could be written to ")
     assert ". Training stopped. The last complete checkpoint is 3. Fix this (on a full disk" in outcome.message
     assert run(tmp_path)[1].iteration == 3
+
+
+THREAD_THAT_RUNS = """
+import pathlib, threading, time
+from reinforce_ada_jax.training.loop import Ending, Outcome, end
+threading.Thread(target=time.sleep, args=(60,)).start()  # of the compiler, or of a save that failed
+end(Outcome(Ending.{ending}, "Training stopped. Free space."), pathlib.Path("run"), "iteration")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("STOPPED", cli.STOPPED), ("INTERRUPTED", cli.INTERRUPTED), ("PREEMPTED", RESTART)]
+)
+def test_the_end_waits_for_no_thread(ending, code):
+    command = forked.Forked(["-c", THREAD_THAT_RUNS.format(ending=ending)], environment())
+    assert command.wait(30) == code
+    assert command.communicate() == ("", "error: Training stopped. Free space.\n")
 
 
 def test_lines_that_are_lost_are_counted(tmp_path, capsys):
