@@ -114,7 +114,7 @@ def main(config: Config, options: Options) -> None:
             source = PolicySource(run, components_lib.model_folder(model or config.model.path))
         with cli.interruptible("Graded responses are stored"):
             if regrade:
-                evaluation = stored_evaluation.regrade(config, source, written, before)
+                evaluation = stored_evaluation.regrade(config, source, written, before, samples=options.samples)
             else:
                 evaluation = stored_evaluation.evaluate(config, source, written, before, dry_run=options.dry_run)
         if evaluation is not None:

@@ -185,9 +185,18 @@ def evaluate(
 
 
 def regrade(
-    config: Config, source: PolicySource, output: pathlib.Path | None, initial: pathlib.Path | None = None
+    config: Config,
+    source: PolicySource,
+    output: pathlib.Path | None,
+    initial: pathlib.Path | None = None,
+    *,
+    samples: int | None = None,
 ) -> StoredEvaluation:
-    """Grades the stored responses again, without weights or engine; ValueError if an environment graded them."""
+    """Grades the stored responses again, without weights or engine.
+
+    `samples` are the responses that each problem must have; None: any number. The process ends with one line for
+    another number, or if an environment graded them.
+    """
     with cli.user_input():
         if config.environment.path:
             raise ValueError(
@@ -207,6 +216,11 @@ def regrade(
             file = output / f"{name}.jsonl"
             stored = response_store.read_header(file)
             graded = response_store.graded_by(config, graders.get(name, ""), prompts)
+            if samples not in (None, drawn := stored["drawn"].get("samples")):
+                raise ValueError(
+                    f"--samples is {samples}, and {buckets.origin(file)} has {drawn} responses of each problem: "
+                    "--regrade draws none. Leave out --samples, or draw with another --output."
+                )
             header = {"drawn": stored["drawn"] | {"problems": hash_of_problems(prompts)}, "graded": graded}
             before, now = (each["reward"] for each in (stored["graded"], graded))
             print(f"{name}: graded by {now}" + (f", in place of {before}" if now != before else ", again"), flush=True)

@@ -137,6 +137,13 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     assert [row["correct"] for row in now] == [row["prompt"][-1] != "0" for row in now]
     assert json.loads((output / "results.json").read_text())["evaluation/four/failure_share"] == 0.0
 
+    before = (output / "four.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
+        run(benchmark, output, samples=4, regrade=True, **changes)
+    message = capsys.readouterr().err
+    assert f"--samples is 4, and {output / 'four.jsonl'} has 2 responses of each problem" in message
+    assert before == (output / "four.jsonl").read_bytes()
+
     # Half of it: no table of that.
     (output / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in now[:5]))
     with pytest.raises(SystemExit, match=str(cli.STOPPED)):
