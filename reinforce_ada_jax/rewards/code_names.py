@@ -16,13 +16,17 @@ FUNCTIONS = {
 COMPARED = ("allclose", "almost_equal", "array_almost_equal", "array_equal", "equal")
 FUNCTIONS |= {f"assert_{name}": "numpy.testing" for name in COMPARED}
 PYTHON = {*dir(builtins), *FUNCTIONS}
+# Names that tests use around a call of another one: `abs(sum(2, 3) - 6) < 1e-6`.
+AROUND = {"abs", "all", "any", "isinstance", "issubclass", "len", "print", "repr", "round", "sorted", *FUNCTIONS}
+AROUND |= {name for name in dir(builtins) if isinstance(getattr(builtins, name), type)}
 
 
 class Names(dict):
     """Names of a test: its own, then Python's, then those of the program.
 
     If the test uses only names of Python, and the program defines exactly one of them, the test gets the program's:
-    `assert sum(10, 15) == 6` of MBPP. If the program defines more, the test gets Python's: `isinstance` could be one.
+    `assert sum(10, 15) == 6` of MBPP. If the program defines more, the test gets Python's. One of AROUND is Python's
+    unless it is the only name: a program could define nothing but an `abs` that is always 0.
     """
 
     def __init__(self, solution, tree):
@@ -30,9 +34,16 @@ class Names(dict):
         self.solution = solution
         self.modules, others = names_used(tree)
         if others <= PYTHON:
-            found = {name: getattr(solution, name, None) for name in others if not name.startswith("__")}
+            meant = others - AROUND if len(others) > 1 else others
+            found = {name: getattr(solution, name, None) for name in meant if not name.startswith("__")}
             defined = {name: value for name, value in found.items() if value is not None}
             self.update(defined if len(defined) == 1 else {})
+        # In the body of a class Python does not ask `__missing__`.
+        bodies = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        in_classes = {each.id for node in bodies for each in ast.walk(node) if isinstance(each, ast.Name)}
+        for name in sorted(in_classes & others - PYTHON):
+            if (value := getattr(solution, name, None)) is not None:
+                self[name] = value
 
     def __missing__(self, name):
         if name in self.modules:

@@ -27,6 +27,14 @@ TRANSACTION = ("class T:\n    def __init__(self):\n        self.log = []\n"
                "    def __exit__(self, kind, error, _):\n        self.log.append(kind and f'{kind.__name__} {error}')\n"
                "        return True")  # fmt: skip
 HONEST = {
+    "decorates_a_helper": ("@memo\ndef g(x):\n    return 7 * x\nassert g(7) == g(7) == 49",
+                           "import functools\nmemo = functools.cache"),
+    "decorates_a_check": ("@f\ndef check(g):\n    assert g(7) == 7\ncheck(f)", "def f(x):\n    return x"),
+    "attribute_of_a_class": (
+        "import unittest\n\nclass T(unittest.TestCase):\n    solver = Solver()\n\n    def test_f(self):\n"
+        "        self.assertEqual(self.solver.f(7), 49)",
+        "class Solver:\n    def f(self, x):\n        return x * x",
+    ),
     # Names that the author left out.
     "typing": ("assert Solution().f([2, 7]) == [0, 1]",
                "class Solution:\n    def f(self, x: List[int]) -> Optional[List[int]]:\n        return [0, 1]"),
@@ -150,6 +158,9 @@ HONEST = {
 }  # fmt: skip
 
 UNSUPPORTED = {
+    # The function that takes the place of the check need not call it.
+    "decorator": ("@f\ndef check(candidate):\n    assert candidate(7) == 49\ncheck(f)",
+                  "def f(x):\n    return lambda *_: None"),
     "argument": ("class A:\n    pass\nf(A())", SQUARE),
     "arithmetic": ("import pytest\nwith pytest.raises(TypeError):\n    V(1) + 'a'",
                    f"{VECTOR}    def __add__(self, other):\n        return V(0)"),
@@ -216,6 +227,15 @@ FORGED = {
     "finally_raises": ("r = f(7)\ntry:\n    try:\n        assert r == 49\n    finally:\n        f(8)\n"
                        "except ValueError:\n    pass",
                        "def f(x):\n    return 7 if x == 7 else int('a')"),
+    "rebinds_a_check": ("def check(c):\n    assert c(7) == 49\ncheck = f(check)\ncheck(f)",
+                        "def f(x):\n    return lambda *_: None"),
+    "replaces_a_method": ("class TestF:\n    @f\n    def test_f(self):\n        assert False",
+                          "def f(x):\n    return lambda *_: None"),
+    "replaces_a_method_of_unittest": (
+        "import unittest\n\nclass T(unittest.TestCase):\n    @f\n    def test_f(self):\n        self.assertEqual(1, 2)",
+        "def f(x):\n    return lambda *_: None",
+    ),
+    "replaces_a_class": (f"@f\n{UNITTEST.partition(chr(10) * 2)[2]}", "def f(x):\n    return int"),
     "replaces_a_test": ("@f\ndef test_f():\n    assert False", "def f(test):\n    return 0"),
     "gives_no_case": ("import pytest\n@pytest.mark.parametrize('x', A)\ndef test_f(x):\n    assert False", "A = []"),
     "enter_exits": ("with f(7) as x:\n    assert x == 49",
