@@ -40,6 +40,8 @@ def checked(coefficients: CoefficientsFn, pool: Pool, usable: Bool[np.ndarray, "
     """Returns what a strategy's `coefficients` give for a pool; raises ValueError for anything but two such arrays."""
     returned, draws = coefficients(pool, usable), len(pool.responses)
     arrays = returned if isinstance(returned, tuple | list) and len(returned) == 2 else ()
+    kept: np.ndarray
+    values: np.ndarray
     try:
         kept, values = (np.asarray(each) if np.size(each) else np.zeros(0, int) for each in arrays)
     except ValueError:  # two arrays are missing, or one has rows of several lengths

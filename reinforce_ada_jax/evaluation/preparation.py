@@ -210,9 +210,7 @@ def _with_valid_reference(
                 progress.reach(progress.done + len(chunk))
     correct = num_correct(store.complete(prompts, 1))
     # Without an answer (data.answer_column=none) there is nothing that could fail.
-    passed = wanted_by_writer(
-        prompts, [each for each in prompts if correct.get(each.id) or not each.answer]
-    )
+    passed = wanted_by_writer(prompts, [each for each in prompts if correct.get(each.id) or not each.answer])
     if not passed:
         cli.fail(
             f"none of {len(prompts):,} reference answers passes its own verification by "

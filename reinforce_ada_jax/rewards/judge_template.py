@@ -52,8 +52,9 @@ def checked(setting: str, columns: Collection[str] | None = None) -> str:
     for each in (*tree.find_all(nodes.Test), *tree.find_all(nodes.Filter)):
         if each.name in _OPTIONAL and isinstance(each.node, nodes.Name):
             used.discard(each.node.name)
-    for node in tree.find_all(nodes.Name) if columns is not None else ():
-        if node.name in used.difference(GIVEN, columns):
+    known = used if columns is None else {*GIVEN, *columns}
+    for node in tree.find_all(nodes.Name):
+        if node.name in used - known:
             raise ValueError(f"{place}, line {node.lineno}, uses {node.name!r}, which there is not. {_names(columns)}")
     return text
 

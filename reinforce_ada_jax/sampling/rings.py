@@ -1,4 +1,4 @@
-"""Where the pages of each layer are: pages of sliding layers are rings, whose oldest page takes the next tokens.
+"""Places of pages in the pool: those of sliding layers are rings, whose oldest page takes the next tokens.
 
 A sliding layer sees the last tokens of a sequence only. With rings (`EngineOptions.ring_window`) such a
 layer has a fixed number of pages for each slot and each prompt row, and none of the pool: tokens of column c of a page
