@@ -18,9 +18,8 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, LossRow
-from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
-from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
+from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving.http import Refusal, Served
 from reinforce_ada_jax.serving.response_text import TextStops
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
@@ -49,17 +48,9 @@ class Base(Served):
     sampler: Sampler
 
     @property
-    def architecture(self) -> Architecture:
-        return self.engine.architecture
-
-    @property
-    def options(self) -> EngineOptions:
-        return self.engine.options
-
-    @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence."""
-        return self.options.max_prompt_tokens + self.options.max_response_tokens
+        return self.engine.options.max_prompt_tokens + self.engine.options.max_response_tokens
 
 
 def share(waiting: int, num_owners: int) -> int:
@@ -191,7 +182,7 @@ class Service:
     def get_info(self, model_id: str) -> types.GetInfoResponse:
         model = self.model(model_id)
         base = self.bases[model.base]
-        data = {"arch": base.architecture.family, "model_name": base.name, "tokenizer_id": base.tokenizer_id}
+        data = {"arch": base.engine.architecture.family, "model_name": base.name, "tokenizer_id": base.tokenizer_id}
         return types.GetInfoResponse.model_validate({
             "type": "get_info", "model_id": model.id, "model_name": base.name, "is_lora": True,
             "lora_rank": model.rank, "model_data": data,
@@ -236,7 +227,7 @@ class Service:
                 except ValueError as error:
                     self.samples.finish(request_id, protocol.error_result(str(error)))
         self.wake.set()
-        most = self.bases[sampler.base].options.output_rows  # more are refused
+        most = self.bases[sampler.base].engine.options.output_rows  # more are refused
         ids = [f"{request_id}:{index}" for index in range(max(0, min(request.num_samples, most)))]
         return types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
@@ -276,7 +267,7 @@ class Service:
             adapter=adapter,
             num_samples=request.num_samples,
             sampling=SamplingParams(
-                max_tokens=asked.max_tokens or base.options.max_response_tokens, temperature=asked.temperature,
+                max_tokens=asked.max_tokens or base.engine.options.max_response_tokens, temperature=asked.temperature,
                 top_k=max(asked.top_k, 0), top_p=asked.top_p,
             ),
             stop_ids=stop_ids,
@@ -369,7 +360,8 @@ ABSENT = {
 
 def check_sample_request(base: Base, request: types.SampleRequest, tokens: Int32[np.ndarray, " T"]) -> None:
     """Raises ValueError where the engine cannot answer a request for samples; `tokens` are those of its prompt."""
-    options, asked, length = base.options, request.sampling_params, len(tokens)
+    options, vocabulary = base.engine.options, base.engine.architecture.vocab_size
+    asked, length = request.sampling_params, len(tokens)
     absent = [name for name, nothing in ABSENT.items() if getattr(request, name) != nothing]
     if absent:
         raise ValueError(f"{', '.join(absent)}: this server does not compute it.")
@@ -378,10 +370,8 @@ def check_sample_request(base: Base, request: types.SampleRequest, tokens: Int32
             f"the prompt has {length:,} tokens, this server takes 1 to {options.max_prompt_tokens:,}: send a shorter "
             "one, or start the server with a larger --max_prompt_tokens."
         )
-    if tokens.min() < 0 or tokens.max() >= base.architecture.vocab_size:
-        raise ValueError(
-            f"the prompt has token ids outside of the vocabulary, 0 to {base.architecture.vocab_size - 1:,}."
-        )
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise ValueError(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.")
     if asked.max_tokens is not None and not 1 <= asked.max_tokens <= options.max_response_tokens:
         raise ValueError(
             f"max_tokens is {asked.max_tokens}; it must be 1 to {options.max_response_tokens:,}. For longer responses "
@@ -392,8 +382,8 @@ def check_sample_request(base: Base, request: types.SampleRequest, tokens: Int32
     if isinstance(asked.stop, list | tuple) and len(asked.stop) > MAX_STOPS:
         raise ValueError(f"stop has {len(asked.stop)} entries; there may be {MAX_STOPS}.")
     ids = [each for each in asked.stop or () if isinstance(each, int)]
-    if not all(0 <= each < base.architecture.vocab_size for each in ids):
-        raise ValueError(f"stop has token ids outside of the vocabulary, 0 to {base.architecture.vocab_size - 1:,}.")
+    if not all(0 <= each < vocabulary for each in ids):
+        raise ValueError(f"stop has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.")
     if asked.stop == "" or (isinstance(asked.stop, list | tuple) and "" in asked.stop):
         raise ValueError("stop has an empty text, which every response contains: leave it out.")
     last = request.prompt_logprobs_last_n

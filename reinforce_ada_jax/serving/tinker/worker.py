@@ -273,7 +273,7 @@ class Worker(DeviceThread):
 
     def _add_gradient(self, model: Model, request: RequestRow) -> Result:
         base, learner = model.base, model.base.learner
-        asked = protocol.parse_loss_request(request.body, base.architecture.vocab_size, base.max_tokens)
+        asked = protocol.parse_loss_request(request.body, base.engine.architecture.vocab_size, base.max_tokens)
         if asked.forward_only:
             logprobs = learner.forward(model.state.params, model.lora, asked.rows)
             pairs = zip(logprobs, asked.rows, strict=True)
