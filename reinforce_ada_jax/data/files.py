@@ -70,7 +70,7 @@ def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
                 raise ValueError(
                     f"{where}: more than {MAX_LINE_BYTES:,} bytes. One problem a line; leave out what is no text."
                 )
-            if number == 1 and line.strip() == b"[":
+            if number == 1 and line.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"["):
                 raise ValueError(
                     f"{name} is one JSON array. Write one object a line: jq -c '.[]' {shlex.quote(name)} > new.jsonl"
                 )

@@ -23,6 +23,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 EARLIER = "Export an earlier checkpoint of the run, with --iteration."
+POINTER = b"version https://git-lfs"  # begins what a clone without Git LFS has in place of a file
 MAX_NAME = 255  # characters of a file's name
 # A header of 16 MiB has 150,000 tensors. The library's own limit of 100 MB is one of 24 seconds and 1.8 GB.
 MAX_HEADER_BYTES = 16 * 2**20
@@ -105,7 +106,13 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
             headers |= {name: Header(file, name, shape, "F32") for name, shape in gguf_files.shapes(file).items()}
             continue
         with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
+            begin = stream.read(len(POINTER))
+        if begin == POINTER:
+            raise ValueError(
+                f"{file} is a pointer of Git LFS, and not the weights: run git lfs pull in the folder that it was "
+                "cloned to, or fetch the file from where you trust it."
+            )
+        length = int.from_bytes(begin[:8], "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(
                 f"{file} is not a whole safetensors file (a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,}). "

@@ -28,7 +28,11 @@ def _to_line(metrics: Mapping[str, int | float]) -> str:
 
 def _metrics(line: Any) -> Metrics:
     line["iteration"]
-    return line | {key: float(text) for key, text in line.pop(NOT_FINITE, {}).items()}
+    metrics = line | {key: float(text) for key, text in line.pop(NOT_FINITE, {}).items()}
+    for key, value in metrics.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{key} is {value!r:.40}, and no number")
+    return metrics
 
 
 def read_metrics(workdir: pathlib.Path) -> list[Metrics]:

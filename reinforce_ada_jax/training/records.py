@@ -100,14 +100,21 @@ def foreign(record: Mapping[str, Any], iteration: int, run_id: str | None) -> st
 
 def read_run_id(workdir: pathlib.Path) -> str | None:
     """Returns the id in a work directory; if its file was lost, that of the newest readable record, or None."""
-    file, folder = workdir / RUN_ID, buckets.checkpoints(workdir)
+    file = workdir / RUN_ID
     text = file.read_text(errors="replace").strip() if file.is_file() else ""
     if re.fullmatch("[0-9a-f]{32}", text):
         return text
+    newest = newest_record(workdir)
+    return None if newest is None else newest.get("run_id")
+
+
+def newest_record(workdir: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the newest readable record of a run's checkpoints; None without one."""
+    folder = buckets.checkpoints(workdir)
     numbers = (int(entry.name) for entry in folder.glob("[0-9]*") if entry.name.isdecimal())
     for iteration in sorted(numbers, reverse=True):
         try:
-            return read(folder, iteration).get("run_id")
+            return read(folder, iteration)
         except DamagedError:
             continue
     return None

@@ -12,7 +12,7 @@ from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.rewards import code_tests, loading
-from reinforce_ada_jax.training import environments
+from reinforce_ada_jax.training import environments, records
 from reinforce_ada_jax.training.run import Inputs
 from reinforce_ada_jax.types import Prompt
 
@@ -68,6 +68,17 @@ def code_hash(config: Config) -> str:
     return json_hash([hashlib.sha256(file.read_bytes()).hexdigest() for file in files]) if files else ""
 
 
+def check_command(workdir: pathlib.Path, *, supervised: bool) -> None:
+    """Raises ValueError if the other command of `train` and `sft` wrote the checkpoints in a work directory."""
+    saved = records.newest_record(workdir)
+    if saved is not None and (saved.get("reward") == SUPERVISED) != supervised:
+        command = "train" if supervised else "sft"
+        raise ValueError(
+            f"{buckets.origin(workdir)} holds checkpoints of the command {command}, and this is another: name another "
+            "--workdir. To begin with its weights, export them, and name their folder as model.path."
+        )
+
+
 def check(
     workdir: pathlib.Path,
     folder: pathlib.Path,
@@ -81,12 +92,6 @@ def check(
     With `accept_reward` the user's functions may have changed. `folder` is that of the model.
     """
     named = buckets.origin(workdir)
-    if (ours["reward"] == SUPERVISED) != (saved["reward"] == SUPERVISED):
-        command = "sft" if saved["reward"] == SUPERVISED else "train"
-        raise ValueError(
-            f"{named} holds checkpoints of the command {command}, and this is another: name another --workdir. To "
-            f"begin with its weights, export them, and name their folder as model.path."
-        )
     now, then = ours["architecture"], saved["architecture"]
     different = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if now[name] != then.get(name)]
     if different:

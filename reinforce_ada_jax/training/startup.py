@@ -72,6 +72,7 @@ def read_inputs(
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
     check_contents(workdir)
+    resume.check_command(workdir, supervised=False)
     components = read_components(config, workdir, strategy)
     read: list[str] = []
     prompts = components.prompts(config.data.prompts, config, read.append)

@@ -32,7 +32,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume, startup, summary
 from reinforce_ada_jax.training.run import Inputs, Run, TrainingStopped, check_weights
 from reinforce_ada_jax.training.state import RunState
-from reinforce_ada_jax.training.workdir import check_not_evaluation
+from reinforce_ada_jax.training.workdir import check_contents, check_not_evaluation
 from reinforce_ada_jax.types import Response
 
 
@@ -46,6 +46,8 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
+    check_contents(workdir)
+    resume.check_command(workdir, supervised=True)
     for name, value in (("environment.path", config.environment.path), ("mesh.sampler", config.mesh.sampler)):
         if value:
             raise ValueError(f"{name} is {value!r}, and supervised training draws nothing: leave it out.")

@@ -17,7 +17,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, flatten, param_shardings
 from reinforce_ada_jax.reporting.writers import read_metrics
 from reinforce_ada_jax.training.components import Components, load_params
-from reinforce_ada_jax.training.records import holds_checkpoint, read_run_id
+from reinforce_ada_jax.training.records import DamagedError, holds_checkpoint, read_run_id
 from reinforce_ada_jax.training.run import Run
 from reinforce_ada_jax.training.state import RunState, abstract_state
 
@@ -46,7 +46,11 @@ def _opened(workdir: pathlib.Path, config: Config, iteration: int | None) -> Ite
                 f"{named} holds no finished checkpoint of iteration {iteration}; it has those of "
                 f"{', '.join(map(str, available))}. Name one of them."
             )
-        yield checkpoints, iteration
+        try:
+            yield checkpoints, iteration
+        except DamagedError as error:
+            others = ", ".join(str(each) for each in available if each != iteration) or "none"
+            raise ValueError(f"{error} Restore its folder from a copy. Other checkpoints there: {others}.") from error
 
 
 def newest_iteration(workdir: pathlib.Path, config: Config) -> int:

@@ -47,6 +47,7 @@ def test_a_file(tmp_path):
     [
         ([GOOD, "{"], "line 2: not valid JSON"),
         ([GOOD, "", "[]"], "line 3: a list"),
+        ([[GOOD]], r" is one JSON array. Write one object a line: jq -c '.\[\]' "),
         ([GOOD, "null"], "line 2: a NoneType"),
         ([{"id": "a", "problem": "1"}], r"line 1: no answer: none of .* columns id, problem.*data.answer_column=NAME"),
         (

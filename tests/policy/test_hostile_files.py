@@ -83,6 +83,14 @@ def test_a_file_that_lies_about_itself(tmp_path, case):
         huggingface.load(tmp_path)
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    shutil.copy(SOURCE / "config.json", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 988097824\n")
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))} is a pointer of Git LFS, .* run git lfs pull"):
+        huggingface.load(tmp_path)
+
+
 def test_the_whole_file_is_read(tmp_path):
     """So the cases above are refused for what they change."""
     shutil.copy(SOURCE / "config.json", tmp_path)

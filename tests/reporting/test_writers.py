@@ -98,7 +98,9 @@ def test_every_line_is_strict_json(tmp_path):
     np.testing.assert_equal(writers.read_metrics(tmp_path)[1], {"iteration": 2, **numbers})
 
 
-@pytest.mark.parametrize("line", ['{"iteration": 1, ', "[1]", '{"reward": 1}', "3"])
+@pytest.mark.parametrize(
+    "line", ['{"iteration": 1, ', "[1]", '{"reward": 1}', "3", '{"iteration": 2, "reward/pool": "x"}']
+)
 def test_a_finished_line_that_is_none_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{line}\n{{"iteration": 3}}\n')
     with pytest.raises(ValueError, match="metrics.jsonl, line 2 is not an object with the metrics .*Remove the line"):

@@ -1,13 +1,14 @@
 """`export`: one weight at a time from a checkpoint, in one process or several."""
 
 import filecmp
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import cli, export
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax import export
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import flatten
@@ -72,3 +73,14 @@ def test_two_processes_write_the_folder_of_one(run, tmp_path):
     compared = filecmp.dircmp(tmp_path / "one", two)
     assert compared.common_files == compared.left_list == compared.right_list and not compared.diff_files
     assert filecmp.cmp(tmp_path / "one" / "model.safetensors", two / "model.safetensors", shallow=False)
+
+
+def test_a_damaged_checkpoint_is_said_with_the_remedy(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    shutil.rmtree(copy / "checkpoints" / "1" / "learner")
+    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
+        export.main(copy, None, tmp_path / "out")
+    said = capsys.readouterr().err
+    assert "the checkpoint of iteration 1 in " in said and "is damaged: " in said
+    assert "Restore its folder from a copy. Other checkpoints there: none." in said
+    assert not (tmp_path / "out").exists()

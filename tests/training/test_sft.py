@@ -187,9 +187,11 @@ def test_two_processes_train_as_one(settings, tmp_path):
 
 
 def test_neither_command_goes_on_from_the_other(settings, whole, capsys):
+    before = {file: file.read_bytes() for file in whole.iterdir() if file.is_file()}
     with pytest.raises(SystemExit):
         train.main(tiny(**settings), whole, quiet=True)
     assert "holds checkpoints of the command sft" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in whole.iterdir() if file.is_file()} == before
 
 
 @pytest.mark.parametrize(
