@@ -136,9 +136,8 @@ def fit(
     head = HeadConfig(temperature=1.0, tied=architecture.tied_embedding)
 
     def loss(params, batch):
-        logprobs, _ = response_logprobs(
-            architecture, params, batch, head, execution=Execution(jnp.float32, remat="full")
-        )
+        execution = Execution(jnp.float32, remat="full")
+        logprobs = response_logprobs(architecture, params, batch, head, execution=execution)[0]
         return -jnp.sum(jnp.where(batch.response_mask, logprobs, 0.0)) / jnp.sum(batch.response_mask)
 
     @jax.jit

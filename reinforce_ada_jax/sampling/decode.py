@@ -194,10 +194,10 @@ def _forward(
 
     tokens, positions = slots.token[:, None], slots.position[:, None]
     execution = Execution(options.activations, options.rounds, mesh=mesh, rowwise=rowwise)
+    routing = experts.Routing(records=options.records_experts)
     hidden, pools, values = run(
-        model, tokens, positions, attend, pools,
-        execution=execution, adapter=adapter, routing=experts.Routing(records=options.records_experts),
-    )  # fmt: skip
+        model, tokens, positions, attend, pools, execution=execution, adapter=adapter, routing=routing
+    )
     routes = None if values.chosen is None else experts.record(model.architecture, values.chosen)[:, 0]
     return pools, Computed(rowwise(next_logprobs, hidden, slots.requests.sampling.temperature), routes)
 
@@ -230,7 +230,12 @@ def _append_tokens(
         logprobs, rows.requests.key, _place(rows), rows.requests.sampling, num_rows, at_a_time, mesh
     )
     row_of = None if drafted is None else jnp.minimum(drafted.row_of, len(logprobs) - 1)
-    tokens, logprobs = (_of_slots(x, row_of) for x in drawn)
+
+    def of_slots(x):
+        """Returns what rows have, by slot and input; without guesses each slot has one row."""
+        return x[:, None] if row_of is None else x[row_of]
+
+    tokens, logprobs = map(of_slots, drawn)
     is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[requests.prompt_row][:, None], axis=-1)
     active = slots.active & decoding
     right = jnp.zeros_like(slots.count)
@@ -245,10 +250,9 @@ def _append_tokens(
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
     row = jnp.where(appended, requests.output_row[:, None], outputs.length.shape[0])
     at = slots.count[:, None] + place
-    if (routes := state.routes) is not None:
-        new = at - outputs.start[requests.output_row][:, None]
-        of_responses = routes.of_responses.at[row, new].set(_of_slots(computed.routes, row_of), mode="drop")
-        state = state.replace(routes=routes.replace(of_responses=of_responses))
+    if state.routes is not None:
+        since = at - outputs.start[requests.output_row][:, None]
+        state = state.replace(routes=state.routes.with_inputs(row, since, of_slots(computed.routes)))
     outputs = outputs.replace(
         tokens=outputs.tokens.at[row, at].set(tokens, mode="drop"),
         logprobs=outputs.logprobs.at[row, at].set(logprobs, mode="drop"),
@@ -268,22 +272,12 @@ def _append_tokens(
     return state.replace(slots=slots, outputs=outputs, counts=counts), ended
 
 
-def _of_slots(x: Any, row_of: Int[Array, "S inputs"] | None) -> Any:
-    """Returns what rows have, by slot and input; without guesses each slot has one row."""
-    return x[:, None] if row_of is None else x[row_of]
-
-
 def decode_token(
     model: Decoder, state: DecodeState, *, options: EngineOptions, mesh: Mesh
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Decodes one token in every active slot, into its output row; also returns which responses ended with it."""
     pools, computed = _forward(model, state.slots, state.pools, state.terms.adapter, options, mesh)
     return _append_tokens(state.replace(pools=pools), computed, True, options.slots, options, mesh)
-
-
-def _active_first(slots: Slots) -> Slots:
-    order = jnp.argsort(~slots.active)
-    return jax.tree.map(lambda x: x[order], slots)
 
 
 def _begin_window(state: DecodeState, inputs: WindowInputs, options: EngineOptions) -> DecodeState:
@@ -299,18 +293,8 @@ def _begin_window(state: DecodeState, inputs: WindowInputs, options: EngineOptio
     new = jnp.where(jnp.arange(size) < inputs.count, inputs.requests.output_row, size)
     length = state.outputs.length.at[new].set(0, mode="drop")
     outputs = state.outputs.replace(start=length, length=length, status=jnp.full_like(state.outputs.status, RUNNING))
-    if state.routes is not None:
-        state = state.replace(routes=state.routes.replace(count=jnp.int32(0)))
-    return state.replace(outputs=outputs, counts=jax.tree.map(jnp.zeros_like, state.counts))
-
-
-def _choose_width(state: DecodeState, widths: tuple[int, ...]) -> Int[Array, ""]:
-    """Returns the number of slots to compute: all; with an empty queue the smallest width that has the active ones."""
-    active = jnp.sum(state.slots.active)
-    width = jnp.int32(widths[0])
-    for narrower in widths[1:]:
-        width = jnp.where((state.queue.head >= state.queue.end) & (active <= narrower), narrower, width)
-    return width
+    routes = None if state.routes is None else state.routes.replace(count=jnp.int32(0))
+    return state.replace(outputs=outputs, routes=routes, counts=jax.tree.map(jnp.zeros_like, state.counts))
 
 
 def decode_window(
@@ -358,10 +342,10 @@ def decode_window(
         go_on, prefilling, decoding = slots_lib.choose_work(state, state.counts.decode_steps, num_ended, options.window)
         if state.routes is not None:  # the window ends before a chunk for whose routes it has no room
             has_room = ~prefilling | (state.routes.count < options.most_prefilled)
-            go_on, prefilling, decoding = go_on & has_room, prefilling & has_room, decoding & has_room
+            go_on, prefilling, decoding = (each & has_room for each in (go_on, prefilling, decoding))
         state = _take_pages(state, floor, decoding, options)
-        width = jnp.where(go_on, _choose_width(state, widths), widths[-1])
-        slots = jax.lax.cond(width < last_width, _active_first, lambda slots: slots, state.slots)
+        width = jnp.where(go_on, slots_lib.choose_width(state, widths), widths[-1])
+        slots = jax.lax.cond(width < last_width, slots_lib.active_first, lambda slots: slots, state.slots)
         # Loops of one iteration, or none: conditionals would copy all pages.
         one_chunk = functools.partial(prefill, prompts=state.prompts, prompt_tokens=state.prompt_tokens)
         prefilled = state.pools, state.routes, state.prompts.cached

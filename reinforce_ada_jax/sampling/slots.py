@@ -194,6 +194,21 @@ def choose_work(state: Occupancy, decode_steps: Any, num_ended: Any, window: int
     return go_on, go_on & prefilling, go_on & (active > 0) & ~held_up
 
 
+def choose_width(state: Occupancy, widths: tuple[int, ...]) -> Int[Array, ""]:
+    """Returns the number of slots to compute: all; with an empty queue the smallest width that has the active ones."""
+    active = jnp.sum(state.slots.active)
+    width = jnp.int32(widths[0])
+    for narrower in widths[1:]:
+        width = jnp.where((state.queue.head >= state.queue.end) & (active <= narrower), narrower, width)
+    return width
+
+
+def active_first(slots: Slots) -> Slots:
+    """Returns the slots in another order: the active ones first."""
+    order = jnp.argsort(~slots.active)
+    return jax.tree.map(lambda x: x[order], slots)
+
+
 def needs_page(slots: Slots, page_size: int) -> Bool[Array, " S"]:
     """Returns True for slots whose next token starts a page that they do not hold."""
     return slots.active & (slots.position // page_size >= slots.used)
