@@ -55,14 +55,22 @@ def wider(pages, backend):
     return np.pad(pages, ((0, 0), (0, 0), (0, 0), (0, padded_head_dim(head_dim, backend) - head_dim)))
 
 
+@functools.cache
+def interpreted(backend, axes, *settings):
+    """The kernel under jit on a mesh; equal shapes have one program under equal `settings` of the module."""
+    return jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(**dict(axes)), interpret=True))
+
+
 def run(backend, case, dtype=jnp.float32, reach=None, sinks=None, **axes):
     query, key_pages, value_pages, lengths, table = case
     start = None
     if reach is not None:
         lengths, table, start = seen_pages(lengths, table, key_pages.shape[2], reach)
-    attend = functools.partial(FUNCTIONS[backend], mesh=make_mesh(**axes), interpret=True)
+    module = pallas_attention
+    settings = module.TPU_BLOCK_TOKENS, module.GPU_PROGRAMS, module.megacore_mode  # which tests change
+    attend = interpreted(backend, tuple(axes.items()), *settings)
     pools = (jnp.asarray(wider(pages, backend), dtype) for pages in (key_pages, value_pages))
-    mixed = jax.jit(attend)(jnp.asarray(query, dtype), *pools, lengths, table, Softmax(start, sinks))
+    mixed = attend(jnp.asarray(query, dtype), *pools, lengths, table, Softmax(start, sinks))
     assert mixed.dtype == dtype and mixed.shape == query.shape
     return np.asarray(mixed, np.float32)
 
