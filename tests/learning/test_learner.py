@@ -489,15 +489,16 @@ def test_the_load_of_experts_is_that_of_sequences_without_padding(family, per_ro
     of = learner(2, responses_per_row=per_row, architecture=architecture)
     _, metrics = updated(of, rows.replace(old_logprobs=rows.behaviour_logprobs), params)
     model, total = transformer.merge(architecture, params), np.zeros((2, architecture.num_experts))
+
+    @jax.jit
+    def load_of(tokens):
+        routing, execution = experts.Routing(counted=jnp.ones(tokens.shape, bool)), transformer.Execution(jnp.float32)
+        return transformer.hidden_states_and_load(model, tokens, execution=execution, routing=routing)[1]
+
     for row, segment in itertools.product(range(len(rows.tokens)), range(rows.max_segments)):
         tokens = rows.tokens[row][rows.segment_ids[row] == segment][None]
         if tokens.size:
-            _, load = transformer.hidden_states_and_load(
-                model,
-                tokens,
-                execution=transformer.Execution(jnp.float32),
-                routing=experts.Routing(counted=jnp.ones(tokens.shape, bool)),
-            )
+            load = load_of(tokens)
             assert load.sum() == 2 * architecture.experts_per_token * tokens.size
             total += np.asarray(load)
     largest = (total.max(axis=1) / total.mean(axis=1)).mean()
