@@ -85,4 +85,5 @@ def read_records(file: pathlib.Path, parse: Callable[[Any], T], kind: str, remed
             yield parse(json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             named = buckets.origin(file)
-            raise ValueError(f"{named}, line {number} is not {kind} ({error!r}). {remedy}") from error
+            why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"{named}, line {number} is not {kind} ({why}). {remedy}") from error
