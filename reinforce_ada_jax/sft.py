@@ -31,7 +31,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
             stack.enter_context(host_log.copying(folder, f"begins after update {state.iteration}"))
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
-    loop.end(outcome, workdir, "update")
+    loop.end(outcome, workdir, "update", compiles=False)
 
 
 def dry_run(config: Config, workdir: pathlib.Path) -> None:

@@ -99,7 +99,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
         ungraded = not_graded(folder)
-    loop.end(outcome, workdir, "iteration", ungraded)
+    loop.end(outcome, workdir, "iteration", ungraded, compiles=True)
 
 
 def _show_page(workdir: pathlib.Path, port: int, stack: contextlib.ExitStack) -> None:

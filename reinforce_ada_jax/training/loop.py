@@ -43,14 +43,16 @@ class Outcome:
     state: RunState | None = None  # the last state; None if the disk failed
 
 
-def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "") -> None:
+def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, compiles: bool) -> None:
     """Says where the results of a command are; ends the process with an exit code if the run didn't finish.
 
-    All that can be saved is on disk. So nothing waits for threads that still compile, which took 28 s here after a full
-    disk, or for those of a save that failed.
+    `compiles`: threads may be compiling. A preempted process does not wait for them, nor does one whose disk failed, which
+    took 28 s more here.
     """
     if outcome.ending is not Ending.FINISHED:
-        at_once = processes.count() == 1  # JAX ends several processes together
+        is_lost = outcome.ending is Ending.PREEMPTED or outcome.state is None
+        # JAX ends several processes together, and only one process compiles in threads.
+        at_once = compiles and is_lost and processes.count() == 1
         cli.fail(outcome.message, outcome.ending.value, at_once=at_once)
     if processes.is_writer() and outcome.state is not None:
         named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir

@@ -152,7 +152,7 @@ def uneven(config):
         assert pool.round_sizes in ((1,), (1, 3)), pool.round_sizes
         return np.arange(len(usable)), pool.correct.astype(float)
     return dataclasses.replace(
-        strategies.fixed(1), coefficients=coefficients, max_draws=4,
+        strategies.fixed(1), coefficients=coefficients, max_draws=4, max_kept=4,
         next_draws=lambda progress: (1, 3 * (progress.correct == 0), 0)[progress.rounds],
     )
 
