@@ -46,8 +46,8 @@ class Outcome:
 def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, compiles: bool) -> None:
     """Says where the results of a command are; ends the process with an exit code if the run didn't finish.
 
-    `compiles`: threads may be compiling. A preempted process does not wait for them, nor does one whose disk failed, which
-    took 28 s more here.
+    `compiles`: threads may be compiling. A preempted process does not wait for them, nor does one whose disk failed: it
+    took 28 s more.
     """
     if outcome.ending is not Ending.FINISHED:
         is_lost = outcome.ending is Ending.PREEMPTED or outcome.state is None

@@ -70,6 +70,7 @@ def test_every_configuration_names_a_model_whose_sizes_are_known():
         "calculator",
         "smollm2_sft",
         "smollm2_char_count",
+        "smollm2_sums",
         "maze_sft",
         "maze",
         "instruct",
