@@ -83,7 +83,7 @@ def test_records_are_parsed_and_a_wrong_line_is_named(tmp_path):
     file.write_text('{"a": 1}\n{"a": 2}\n{"b": 3}\n{"a": ')
     records = read_records(file, lambda value: value["a"], "a line with an a", "Remove it.")
     assert [next(records), next(records)] == [1, 2]
-    with pytest.raises(ValueError, match=r"lines.jsonl, line 3 is not a line with an a \(KeyError\('a'\)\). Remove it"):
+    with pytest.raises(ValueError, match=r"lines.jsonl, line 3 is not a line with an a \(KeyError: 'a'\). Remove it"):
         next(records)
 
 

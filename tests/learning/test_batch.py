@@ -114,8 +114,9 @@ def test_empty_rows_follow():
     limits = dict(max_prompt_tokens=3, max_response_tokens=4, regularized=True)
     few, padded = (make_batch(ROWS, **limits, num_rows=size) for size in (None, 5))
     assert few.tokens.shape == (2, 7) and padded.tokens.shape == (5, 7)
-    assert few.reference_logprobs is None and padded.reference_logprobs is None
-    for name in vars(few).keys() - {"reference_logprobs"}:
+    absent = {"reference_logprobs", "experts"}
+    assert all(getattr(rows, name) is None for rows in (few, padded) for name in absent)
+    for name in vars(few).keys() - absent:
         np.testing.assert_array_equal(getattr(padded, name)[:2], getattr(few, name))
     assert not padded.tokens[2:].any() and not padded.response_mask[2:].any() and not padded.response_length[2:].any()
     assert (padded.segment_ids[2:] == 1).all() and (padded.response_positions[2:] == 1).all()

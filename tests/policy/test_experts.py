@@ -45,7 +45,7 @@ def recorded():
     rng = np.random.default_rng(3)
     record = np.array([rng.permutation(5)[:2] for _ in range(21)], np.uint8).reshape(3, 7, 2)
     record[:, -1] = experts.empty_record(ARCHITECTURE, 3)
-    return record
+    return jnp.asarray(record)
 
 
 def token_by_token(architecture, x, router, gate, up, down, record=None):
@@ -55,7 +55,7 @@ def token_by_token(architecture, x, router, gate, up, down, record=None):
         odds = np.exp(token @ router)
         chosen = np.argsort(-odds)[: architecture.experts_per_token]
         if record is not None and place[1] < 6:
-            chosen = record[place]
+            chosen = np.asarray(record[place])
         weights = odds[chosen] / (odds[chosen] if architecture.renormalizes_experts else odds).sum()
         for expert, weight in zip(chosen, weights, strict=True):
             activation = token @ gate[expert] / (1 + np.exp(-(token @ gate[expert])))
@@ -175,7 +175,7 @@ def test_gradients_are_those_of_the_sum_over_all_experts(replayed):
         least = jnp.sort(probabilities, axis=-1)[..., -2:-1]
         is_chosen = probabilities >= jnp.broadcast_to(least, probabilities.shape)
         if replayed is not None:
-            is_replayed = (replayed[..., None] == jnp.arange(5)[None, None, None]).any(2)
+            is_replayed = (replayed[..., None].astype(jnp.int32) == jnp.arange(5)[None, None, None]).any(2)
             is_chosen = is_chosen.at[:, :-1].set(is_replayed[:, :-1])
         weights = jnp.where(is_chosen, probabilities, 0)
         activation = jax.nn.silu(jnp.einsum("BTD,EDX->BTEX", x, gate)) * jnp.einsum("BTD,EDX->BTEX", x, up)
