@@ -31,6 +31,7 @@ from reinforce_ada_jax.training.updates import (
 )
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.running import tiny
+from tests.sampling.tiny import ARCHITECTURE
 
 COUNT = 3  # minibatches, each of two prompts
 
@@ -70,7 +71,7 @@ class ScriptedLearner(Learner):
     Without old log-probabilities it finds `gap`, and makes no update where that is too large or not finite.
     """
 
-    micro_rows = 8
+    micro_rows, architecture = 8, ARCHITECTURE
 
     def __init__(self, finite, score=lambda logprobs: logprobs, gap=(0.0, 0.0, 1.0, 0.0)):
         self.finite, self._score, self.gap = iter(finite), score, LogprobGap(*np.float32(gap))

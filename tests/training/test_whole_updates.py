@@ -90,7 +90,7 @@ def expected_updates(config, factor_of=coefficient_factor, coefficients=None):
     """The expected update of each prompt's logits; with other `coefficients` than those of the configuration."""
     strategy = strategies.build(config.collection, regularized=config.regularized)
     if coefficients is not None:
-        strategy = dataclasses.replace(strategy, coefficients=coefficients)
+        strategy = dataclasses.replace(strategy, coefficients=coefficients, max_kept=None)
     every = []
     for name, policy in zip("ab", POLICIES, strict=True):
         found = []
