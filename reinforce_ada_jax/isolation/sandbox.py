@@ -109,7 +109,7 @@ def _own_processes() -> int:
 
 
 def _take_descriptors(stdin: int, stdout: int, channel: int | None, report: int) -> int:
-    """Makes them standard input and output, and closes all but them, the channel and the returned report."""
+    """Makes the pipes standard input and output, and closes all but them, the channel and the returned report."""
     null = os.open(os.devnull, os.O_RDWR)
     copies = [os.dup(each) for each in (stdin, stdout, null, null if channel is None else channel, report)]
     first = 100  # above all that are in use at the start of a worker
@@ -159,10 +159,25 @@ class _Running:
     """Program that runs, as its parent sees it."""
 
     pid: int
+    stdin: int | None
     stdout: int | None
     report: int
+    to_send: memoryview
     output: bytearray = dataclasses.field(default_factory=bytearray)
     code: int | None = None
+
+    def write(self) -> None:
+        """Sends more of the input; closes it after the last byte, or if nobody reads it."""
+        assert self.stdin is not None
+        try:
+            self.to_send = self.to_send[os.write(self.stdin, self.to_send[:_PIPE_BYTES]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.to_send = memoryview(b"")
+        if not self.to_send:
+            os.close(self.stdin)
+            self.stdin = None
 
     def read(self) -> None:
         """Reads more of the output; closes it at its end."""
@@ -174,17 +189,14 @@ class _Running:
             self.stdout = None
 
     def close(self) -> None:
-        for descriptor in (self.stdout, self.report):
+        for descriptor in (self.stdin, self.stdout, self.report):
             if descriptor is not None:
                 os.close(descriptor)
 
 
 def _start(program: Program, limits: Limits, owner: int | None, folder: str | None) -> _Running:
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(program.stdin)
-        file.flush()
-        stdin = os.open(file.name, os.O_RDONLY)
-    (ours_out, stdout), (ours_report, report) = os.pipe(), os.pipe()
+    pipes = [os.pipe(), os.pipe(), os.pipe()]
+    (stdin, ours_in), (ours_out, stdout), (ours_report, report) = pipes
     pid = os.fork()
     if pid == 0:
         try:
@@ -197,7 +209,8 @@ def _start(program: Program, limits: Limits, owner: int | None, folder: str | No
             os._exit(1)
     for descriptor in (stdin, stdout, report):
         os.close(descriptor)
-    return _Running(pid, ours_out, ours_report)
+    os.set_blocking(ours_in, False)
+    return _Running(pid, ours_in, ours_out, ours_report, memoryview(program.stdin))
 
 
 def _memory_bytes(running: Sequence[_Running], *, with_namespaces: bool) -> int:
@@ -211,12 +224,18 @@ def _memory_bytes(running: Sequence[_Running], *, with_namespaces: bool) -> int:
 
 
 def _poll(running: Sequence[_Running], limit_s: float) -> None:
-    """Reads the outputs that come within this time."""
-    poll, of = select.poll(), {each.stdout: each for each in running if each.stdout is not None}
-    for descriptor in of:
-        poll.register(descriptor, select.POLLIN)
+    """Moves what can be moved through the pipes, for at most this time."""
+    calls: dict[int, Callable[[], None]] = {}
+    poll = select.poll()
+    for each in running:
+        if each.stdin is not None:
+            poll.register(each.stdin, select.POLLOUT)
+            calls[each.stdin] = each.write
+        if each.stdout is not None:
+            poll.register(each.stdout, select.POLLIN)
+            calls[each.stdout] = each.read
     for descriptor, _ in poll.poll(1000 * limit_s):
-        of[descriptor].read()
+        calls[descriptor]()
 
 
 def _watch(running: Sequence[_Running], limits: Limits, *, with_namespaces: bool) -> str:
