@@ -105,6 +105,7 @@ def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
         raise ValueError(f"{setting}, which failed: {what}{where}") from raised
     finally:
         note.cancel()
+        note.join()  # the caller may fork
 
 
 def _say_that_it_runs(path: pathlib.Path, setting: str, thread: int) -> None:

@@ -1,6 +1,7 @@
 """examples/reasoning_gym_problems.py: the files that it writes, with a generator in place of the package's."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,8 @@ def test_mistakes(tmp_path, generator, arguments, says):
     assert rows == [[], []]
 
 
-def test_the_configuration_reads_the_files():
-    config = load(CONFIGS / "smollm2_sums.py").get_config()
-    assert config.data.prompts == "runs/sums/problems.jsonl" and config.reward.kind == "gsm8k"
+def test_the_configuration_reads_the_files_that_its_own_command_writes():
+    module = load(CONFIGS / "smollm2_sums.py")
+    output, config = re.search(r"--output=(\S+)", module.__doc__)[1], module.get_config()
+    assert config.data.prompts == f"{output}/problems.jsonl"
+    assert config.evaluation.benchmarks == (f"{output}/heldout.jsonl",)

@@ -311,7 +311,8 @@ def decode_window(
     slots is idle because the next request's prompt is not ready, decoding waits: a step of few slots costs as much as
     one of many. With `options.drafts` a slot may decode several tokens in a step (drafts.py).
 
-    The window ends earlier when nothing is left to decode. It also ends when the queue is empty, a quarter of the slots
+    The window ends earlier when nothing is left to decode, and where the experts of tokens are recorded, before a chunk
+    for whose record it has no room. It also ends when the queue is empty, a quarter of the slots
     is idle, and responses of an eighth of the slots have ended: the host can then send new requests sooner. With the
     queue empty and few slots active (`options.widths`), only these are computed.
     """
