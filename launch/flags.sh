@@ -159,13 +159,14 @@ check_node_flags() {
   for flag in ${create_flags[@]+"${create_flags[@]}"}; do
     case $flag in
       --node-count* | --node-prefix*)
-        refuse "--create-flag=$flag asks for several slices, and a run has one: its devices form one mesh over one" \
-          "interconnect. Take a larger slice, such as --type=v5litepod-64."
+        refuse "--create-flag=$flag asks for several slices, and this script starts a run on one. Take a larger slice," \
+          "such as --type=v5litepod-64, or XPK (launch/README.md), which starts a run on several."
         ;;
     esac
   done
   case $type in
-    [0-9]*x*) refuse "--type=$type names several slices, and a run has one: take one larger slice." ;;
+    [0-9]*x*) refuse "--type=$type names several slices, and this script starts a run on one: take one larger slice, or" \
+      "XPK (launch/README.md)." ;;
     v2-* | v3-*)
       refuse "--type=$type: this generation is not supported; the programs are made for v4 and newer, such as" \
         "--type=v5litepod-8."

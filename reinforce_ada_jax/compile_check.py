@@ -33,6 +33,7 @@ def main(
     prompt_tokens: int | None = None,
     response_tokens: int | None = None,
     draws: float | None = None,
+    slices: int = 1,
 ) -> None:
     """Checks the input, compiles, writes the JSON, and ends the process with code 1 where something doesn't fit."""
     from reinforce_ada_jax.planning import plan, report
@@ -44,7 +45,7 @@ def main(
             check_output("--json", file, folder=False)
         output = sys.stderr if file == "-" else sys.stdout
         results = report.check_slice(
-            config, topology, model, means, log=lambda text: print(text, file=output, flush=True)
+            config, topology, model, means, log=lambda text: print(text, file=output, flush=True), slices=slices
         )
     text = json.dumps([dataclasses.asdict(result) for result in results], indent=2)
     if file == "-":
@@ -62,6 +63,7 @@ if __name__ == "__main__":
     TOPOLOGY = flags.DEFINE_string(
         "topology", None, "The slice, or the GPUs of a host: v5e:2x4, v6e:2x4, h100:8, ...", required=True
     )
+    SLICES = flags.DEFINE_integer("slices", 1, "Equal slices of the run; mesh.data goes over them.", lower_bound=1)
     MODEL = flags.DEFINE_string("model", None, "A folder with the model's config.json, in place of model.path.")
     PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Mean length of prompts; half of the limit.")
     RESPONSE = flags.DEFINE_integer("mean_response_tokens", None, "Mean length of responses; half of the limit.")
@@ -71,6 +73,6 @@ if __name__ == "__main__":
     cli.run(
         lambda: main(
             cli.resolved(CONFIG), TOPOLOGY.value, MODEL.value, JSON.value,
-            prompt_tokens=PROMPT.value, response_tokens=RESPONSE.value, draws=DRAWS.value,
+            prompt_tokens=PROMPT.value, response_tokens=RESPONSE.value, draws=DRAWS.value, slices=SLICES.value,
         )
     )  # fmt: skip

@@ -4,6 +4,10 @@ Mesh axes are `data` (rows only), `fsdp` (rows, and weights along the model axis
 weights along the model axis) and `tensor` (heads, feed-forward, vocabulary). Every weight declares its logical axes
 where it is declared (`policy/layers.py`); nothing else decides where an array lives.
 
+A mesh over several TPU slices has an axis `slice` more, the outermost one. Between slices the network is slow: each
+has a copy of the weights and its share of the rows, and learns from them on its own (`on_each_slice`) until an update
+sums the gradients of all.
+
 The learner cuts a row into as many parts as `context` has devices (`cut_rows`). A part is computed as a row is; only
 attention reads the keys and values of the other parts (`all_parts`).
 """
@@ -13,17 +17,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.config import MeshConfig
 
 AXES = ("data", "fsdp", "context", "tensor")
+SLICE = "slice"  # in front of the others, on meshes over several slices alone
 # Platform of JAX_PLATFORMS: the extra of the package jax that has its plugin.
 EXTRAS = {"cuda": "cuda12", "gpu": "cuda12", "tpu": "tpu"}
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
-    "rows": ("data", "fsdp"),
+    "batch": (SLICE, "data", "fsdp"),
+    "rows": ("data", "fsdp"),  # of a slice
     "parts": ("context", "data", "fsdp"),  # of rows, as `cut_rows` orders them
     "layers": None,
     "embed": ("fsdp", "context"),
@@ -59,16 +66,19 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
     context: int = 1,
+    slices: int | None = None,
 ) -> Mesh:
     """Returns a mesh of exactly data * fsdp * context * tensor devices (the first of `devices`, or of all of JAX's).
 
     Devices of one process are neighbours; `tensor`, the innermost axis, and so a decode replica, is in one process.
+    `data` goes over all of the `slices`, equal parts of the devices; None: those that the devices say.
 
     Raises:
-      ValueError: there are fewer devices; or, with several processes, some would be left out or `tensor` span them.
+      ValueError: there are fewer devices; with several processes, some would be left out or `tensor` span them; or
+        `data` is not divisible by the slices.
     """
     devices = available_devices() if devices is None else devices
-    devices = sorted(devices, key=lambda device: (device.process_index, device.id))
+    devices = sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id))
     size = data * fsdp * context * tensor
     product = "mesh.data * mesh.fsdp * mesh.context * mesh.tensor = "
     product += f"{data} * {fsdp} * {context} * {tensor} = {size}"
@@ -83,7 +93,26 @@ def make_mesh(
             f"{product}, over {len(processes)} processes of {len(devices) // len(processes)} devices: the product must "
             f"be {len(devices)}, and mesh.tensor a divisor of a process's devices."
         )
-    return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, context, tensor), AXES)
+    slices = len({_slice_of(device) for device in devices[:size]}) if slices is None else slices
+    if data % slices:
+        raise ValueError(
+            f"mesh.data is {data}, and the devices are {slices} slices: weights and products are split inside of a "
+            f"slice, and only copies lie on several. Make mesh.data a multiple of {slices}."
+        )
+    shape = data // slices, fsdp, context, tensor
+    if slices == 1:
+        return Mesh(np.asarray(devices[:size]).reshape(shape), AXES)
+    return Mesh(np.asarray(devices[:size]).reshape(slices, *shape), (SLICE, *AXES))
+
+
+def _slice_of(device: Any) -> int:
+    """Returns the number of a TPU's slice; JAX gives other devices numbers of other kinds."""
+    return device.slice_index if device.platform == "tpu" else 0
+
+
+def num_slices(mesh: Mesh) -> int:
+    """Returns the number of slices of a mesh."""
+    return mesh.shape.get(SLICE, 1)
 
 
 def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
@@ -120,7 +149,7 @@ def describe(mesh: Mesh) -> str:
 
 def parts(mesh: Mesh, axis: str | None) -> int:
     """Returns the number of parts in which a logical axis is split on `mesh`."""
-    return math.prod(mesh.shape[name] for name in _mesh_axes(axis))
+    return math.prod(mesh.shape.get(name, 1) for name in _mesh_axes(axis))
 
 
 def _mesh_axes(axis: str | None) -> tuple[str, ...]:
@@ -184,7 +213,7 @@ def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
     """
 
     def split(axis: str | None) -> str | tuple[str, ...] | None:
-        names = _mesh_axes(axis)
+        names = tuple(name for name in _mesh_axes(axis) if name in mesh.axis_names)
         if "context" in names:
             cut = mesh.shape["context"] > 1
             names = tuple(name for name in names if (mesh.shape[name] > 1 if cut else name != "context"))
@@ -210,18 +239,55 @@ def on_own_part(
 ) -> Callable[..., Any]:
     """Makes every device along `tensor` run `function` on its own part of the arguments, as `jax.shard_map` does.
 
-    The compiler then adds no transfer between them. Inside of a `shard_map` over the other axes the mesh is known. With
-    no mesh, or one device along `tensor`, the function stays as it is, unless `always`, as Pallas kernels need it.
+    The compiler then adds no transfer between them. With no mesh, or one device along `tensor`, the function stays as
+    it is, unless `always`, as Pallas kernels need it.
     """
     if not always and (mesh is None or mesh.shape["tensor"] == 1):
         return function
     assert mesh is not None
-    inside = not jax.sharding.get_abstract_mesh().empty
+    return shard_map(function, mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def shard_map(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns `jax.shard_map` of a function over the axes of `mesh` that no surrounding one has taken."""
+    surrounding = jax.sharding.get_abstract_mesh()
+    inside = not surrounding.empty
     return jax.shard_map(
         function,
         mesh=None if inside else mesh,
-        axis_names={"tensor"} if inside else set(mesh.axis_names),
+        axis_names=set(mesh.axis_names) - set(surrounding.manual_axes),
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,  # a kernel doesn't say along which axes its result varies
     )
+
+
+def on_each_slice(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Makes each slice run `function` on its own part of the arguments; on one slice the function stays as it is.
+
+    Partitions name `slice` alone. Nothing is summed between slices: results whose partition has no `slice` must be the
+    same on all.
+    """
+    if num_slices(mesh) == 1:
+        return function
+    return jax.shard_map(
+        function, mesh=mesh, axis_names={SLICE}, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def rows_of_table(table: jax.Array, rows: Any, mesh: Mesh) -> jax.Array:
+    """Returns the rows [B, T, D] with these numbers [B, T] of a table [V, D] that lies as embeddings do.
+
+    The sums over devices are written out: XLA's partitioner (jaxlib 0.10.2) ends the process where two axes of a table
+    are split and a surrounding `shard_map` has taken another one.
+    """
+
+    def local(part: jax.Array, rows: jax.Array) -> jax.Array:
+        part = jax.lax.all_gather(part, LOGICAL_TO_MESH["embed"], axis=1, tiled=True)
+        place = rows - jax.lax.axis_index("tensor") * len(part)
+        is_here = (place >= 0) & (place < len(part))
+        found = jnp.take(part, jnp.where(is_here, place, 0), axis=0)
+        return jax.lax.psum(jnp.where(is_here[..., None], found, 0), "tensor")
+
+    of_rows = spec(("parts",))
+    return shard_map(local, mesh, in_specs=(spec(("vocab", "embed")), of_rows), out_specs=of_rows)(table, rows)

@@ -91,9 +91,9 @@ def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) 
 
     if config.mesh is not None:
         rows, of_head = _specs(config, gathered=True)
-        # Sums over axes are written out; a kernel doesn't say along which axes its result varies.
+        # Sums over axes are written out.
         in_specs = rows, of_head, rows
-        local = jax.shard_map(local, mesh=config.mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
+        local = mesh_lib.shard_map(local, config.mesh, in_specs=in_specs, out_specs=rows)
     return local(hidden, _to_gather(config, head, hidden), targets)
 
 
@@ -125,7 +125,7 @@ def _backward(config, residuals, cotangents):
         rows, of_head = _specs(config, gathered=True)
         of_d_head = None if config.frozen_head else _specs(config, gathered=False)[1]
         in_specs, out_specs = (rows, of_head, *[rows] * 5), (rows, of_d_head)
-        local = jax.shard_map(local, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        local = mesh_lib.shard_map(local, config.mesh, in_specs=in_specs, out_specs=out_specs)
     d_hidden, d_head = local(hidden, _to_gather(config, head, hidden), targets, log_sum_exp, entropy, *cotangents)
     return d_hidden, d_head, None
 

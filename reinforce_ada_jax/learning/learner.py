@@ -165,7 +165,7 @@ class Learner:
         self.shardings = self.update.shardings
         # A forward pass takes a third of the time.
         self._scores_per_program = 3 * self.update.micro_batches_per_program
-        by_row = mesh_lib.sharding(mesh, (None, "rows", None))
+        by_row = mesh_lib.sharding(mesh, (None, "batch", None))
         self._score_all = jax.jit(self._score, out_shardings=by_row)
         self._scores_shardings = (gathered_shardings, by_row, self._replicated)
         self._begin_scores = jax.jit(self._scores_begun, out_shardings=self._scores_shardings)
@@ -202,7 +202,7 @@ class Learner:
 
         def put(x):
             x = x.reshape(-1, self.micro_rows, *x.shape[1:])
-            return mesh_lib.place(x, mesh_lib.sharding(self.mesh, (None, "rows", *[None] * (x.ndim - 2))))
+            return mesh_lib.place(x, mesh_lib.sharding(self.mesh, (None, "batch", *[None] * (x.ndim - 2))))
 
         return jax.tree.map(put, batch)
 
@@ -253,15 +253,23 @@ class Learner:
         first: Int[Array, ""] | None = None,
     ) -> Float[Array, "M B R"]:
         """Returns the scores after one program, which adds those from micro-batch `first` on; None: all."""
+
+        def loop(scored: Any, params: Params, batch: Batch, bounds: tuple[Any, Int[Array, ""]]) -> Any:
+            def one(index: Int[Array, ""], scored: Float[Array, "M B R"]) -> Float[Array, "M B R"]:
+                micro = micro_batch(batch, index)
+                exact = self._is_invariant
+                logprobs = self._exact_logprobs(params, micro) if exact else self._logprobs(params, micro)[0]
+                logprobs = jnp.where(micro.response_mask, logprobs, 0.0)
+                return jax.lax.dynamic_update_index_in_dim(scored, logprobs, index, axis=0)
+
+            return jax.lax.fori_loop(*bounds, one, scored)
+
+        whole, by_row = PartitionSpec(), PartitionSpec(None, mesh_lib.SLICE)
+        scores = mesh_lib.on_each_slice(
+            loop, self.mesh, in_specs=(by_row, whole, by_row, whole), out_specs=by_row
+        )  # fmt: skip
         params = params if layers is None else params | layers
-
-        def one(index: Int[Array, ""], scored: Float[Array, "M B R"]) -> Float[Array, "M B R"]:
-            micro = micro_batch(batch, index)
-            logprobs = self._exact_logprobs(params, micro) if self._is_invariant else self._logprobs(params, micro)[0]
-            logprobs = jnp.where(micro.response_mask, logprobs, 0.0)
-            return jax.lax.dynamic_update_index_in_dim(scored, logprobs, index, axis=0)
-
-        return jax.lax.fori_loop(*loop_bounds(batch, first, self._scores_per_program), one, scored)
+        return scores(scored, params, batch, loop_bounds(batch, first, self._scores_per_program))
 
     def _score(self, params: Params, batch: Batch) -> Float[Array, "M B R"]:
         layers, zeros, _ = self._scores_begun(params, batch)

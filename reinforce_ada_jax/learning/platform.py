@@ -209,7 +209,7 @@ def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int
     name = mesh.devices.flat[0].platform
     dtype = activation_dtype(config.model.compute_dtype, name)
     token_bytes = activation_bytes(architecture, of_mesh(mesh, config.learning, architecture, dtype).remat, dtype)
-    return micro_rows(name, config, mesh_lib.parts(mesh, "rows"), token_bytes)
+    return micro_rows(name, config, mesh_lib.parts(mesh, "batch"), token_bytes)
 
 
 def micro_batches_per_program(micro_flops: float, name: str, device_kind: str) -> int:

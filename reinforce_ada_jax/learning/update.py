@@ -2,6 +2,9 @@
 
 A short update is one program. A long one is a chain of programs: `begin`, then `accumulate` for a few micro-batches at
 a time, then `finish`. Only `finish` takes the arrays of the old state, so the host can abandon an update before it.
+
+On a mesh over several slices each slice has sums of its own, with an axis for the slices in front, until `finish` adds
+them up: the gradient passes the network between slices once an update.
 """
 
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed.compilation import Lower, with_shardings
 from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import logprob_gap as gap_lib
@@ -99,7 +103,7 @@ def expert_sums(load: Float[Array, "L E"] | None) -> dict[str, Float[Array, "L E
 
 
 class Sums(NamedTuple):
-    """Sums over the micro-batches so far, or their shapes or shardings."""
+    """Sums over the micro-batches so far, or their shapes or shardings; over several slices those of each slice."""
 
     gradients: Any  # of the loss, in the layout of the weights
     means: Any  # those of `MEANS`, and `EXPERT_TOKENS`
@@ -185,11 +189,22 @@ class UpdatePrograms:
         # Output layouts are fixed: a state or sums in another layout would compile everything again. The old state is
         # donated: weights and moments are updated in place. The base under adapters is not: it stays.
         self._whole = jax.jit(self._in_one_program, donate_argnames="state")
-        sums = Sums(param_shardings, self._replicated, self._replicated)
+        sums = self._sums_shardings()
         self._begun_shardings = (gathered_shardings, sums, self._replicated)
         self._begin = jax.jit(self._begun, out_shardings=self._begun_shardings)
         self._accumulate = jax.jit(self._accumulated, donate_argnames="sums", out_shardings=sums)
         self._finish = jax.jit(self._finished, donate_argnames="state")
+
+    def _sums_shardings(self) -> Sums:
+        """Returns the layout of `Sums`: gradients as weights lie."""
+        if mesh_lib.num_slices(self._mesh) == 1:
+            return Sums(self._param_shardings, self._replicated, self._replicated)
+
+        def of_slices(of_one: NamedSharding) -> NamedSharding:
+            return NamedSharding(self._mesh, PartitionSpec(mesh_lib.SLICE, *of_one.spec))
+
+        others = of_slices(self._replicated)
+        return Sums(jax.tree.map(of_slices, self._param_shardings), others, others)
 
     def shardings(self, params: Params) -> LearnerState:
         """Returns the sharding of each part of the state, in the shape of the state."""
@@ -258,6 +273,8 @@ class UpdatePrograms:
         means = dict.fromkeys(MEANS, jnp.float32(0)) | expert_sums(none)
         no_gap = LogprobGap(*[jnp.float32(0)] * 4) if batch.old_logprobs is None else None
         zeros = Sums(jax.tree.map(jnp.zeros_like, params), means, no_gap)
+        if (slices := mesh_lib.num_slices(self._mesh)) > 1:
+            zeros = jax.tree.map(lambda x: jnp.zeros((slices, *x.shape), x.dtype), zeros)
         return None if self._gathered_layers is None else self._gathered_layers(params), zeros, num_live(batch)
 
     def _accumulated(
@@ -271,23 +288,46 @@ class UpdatePrograms:
         first: Int[Array, ""] | None = None,
     ) -> Sums:
         """Returns the sums after one program, which adds micro-batches from `first` on; None: all."""
-        counts, counted = _counts(batch), batch.left_out.sum(axis=(0, 1))
+        counted = batch.left_out.sum(axis=(0, 1))
         metric_weights = loss_lib.metric_weights(batch.advantages, batch.response_mask, counted[0])
-        gradient, weights = jax.grad(self._loss_fn, has_aux=True), params if layers is None else params | layers
+        bounds = loop_bounds(batch, first, self.micro_batches_per_program)
+        whole, by_row, own = (PartitionSpec(*axes) for axes in ((), (None, mesh_lib.SLICE), (mesh_lib.SLICE,)))
+        return mesh_lib.on_each_slice(
+            self._loop, self._mesh, in_specs=(own, whole, whole, by_row, by_row, whole), out_specs=own
+        )(sums, (params, layers), base, batch, metric_weights, (_counts(batch), policy_version, bounds))
+
+    def _loop(
+        self,
+        sums: Sums,
+        weights: tuple[Params, Params | None],
+        base: Params | None,
+        batch: Batch,
+        metric_weights: Float[Array, "M B R"],
+        of_update: tuple[loss_lib.Counts, Version | None, tuple[Any, Int[Array, ""]]],
+    ) -> Sums:
+        """Adds the micro-batches within bounds; of several slices, one's part of their rows to its own sums."""
+        (params, layers), (counts, policy_version, bounds) = weights, of_update
+        gradient, read = jax.grad(self._loss_fn, has_aux=True), params if layers is None else params | layers
+        has_slices = mesh_lib.num_slices(self._mesh) > 1
 
         def accumulate(index: Int[Array, ""], sums: Sums) -> Sums:
             of_rows = jax.lax.dynamic_index_in_dim(metric_weights, index, keepdims=False)
             micro = micro_batch(batch, index)
-            gradients, (means, gap) = gradient(weights, base, micro, of_rows, counts, policy_version)
+            gradients, (means, gap) = gradient(read, base, micro, of_rows, counts, policy_version)
             if layers is not None:
                 gradients = layer_gather.scattered(gradients, params, self._param_shardings)
             gradients, means = jax.tree.map(jnp.add, tuple(sums[:2]), (gradients, means))
             return Sums(gradients, means, gap if gap is None else gap_lib.combined(sums.gap, gap))
 
-        return jax.lax.fori_loop(*loop_bounds(batch, first, self.micro_batches_per_program), accumulate, sums)
+        if has_slices:
+            sums = jax.tree.map(lambda x: x[0], sums)
+        sums = jax.lax.fori_loop(*bounds, accumulate, sums)
+        return jax.tree.map(lambda x: x[None], sums) if has_slices else sums
 
     def _finished(self, state: LearnerState, batch: Batch, sums: Sums) -> tuple[LearnerState, UpdateMetrics]:
         """Returns the state after a step with the summed gradients, or as it was, and the metrics."""
+        if mesh_lib.num_slices(self._mesh) > 1:
+            sums = self._over_slices(sums)
         gradients, gap = sums.gradients, sums.gap
         computed = batch.response_length.sum().astype(jnp.float32) / _counts(batch).num_tokens
         grad_norm = optax.tree.norm(gradients)
@@ -309,6 +349,13 @@ class UpdatePrograms:
             **means, **of_experts, computed_share=computed, grad_norm=grad_norm, finite=finite,
             weights_finite=weights_finite, gap=gap,
         )  # fmt: skip
+
+    def _over_slices(self, sums: Sums) -> Sums:
+        """Adds up the sums of slices."""
+        total = jax.tree.map(lambda x: x.sum(0), sums)
+        gradients = jax.lax.with_sharding_constraint(total.gradients, self._param_shardings)
+        gap = total.gap and total.gap._replace(largest=sums.gap.largest.max())
+        return Sums(gradients, total.means, gap)
 
     def _in_one_program(
         self,

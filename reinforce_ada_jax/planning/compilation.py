@@ -44,12 +44,14 @@ class ProgramResult:
     bound: str = ""
 
 
-def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
-    """Returns the devices of a slice, or of a host with GPUs, which need not exist.
+def topology_devices(topology: str, slices: int = 1) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
+    """Returns the devices of one or more equal slices, or of a host with GPUs, which need not exist.
 
     Raises ValueError where no compiler for them is installed, or there is no such slice.
     """
     if topology.partition(":")[0] in GPUS:
+        if slices > 1:
+            raise ValueError(f"--slices={slices} counts slices of TPUs, and --topology={topology} is a host with GPUs.")
         return gpu_devices(topology)
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("compiling for a TPU needs its compiler, which any machine can run: pip install libtpu.")
@@ -63,7 +65,8 @@ def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[repo
     jax.config.update("jax_platforms", "cpu")  # leave a TPU of this machine to its users
     shape = {"chips_per_host_bounds": ONE_HOST[topology]} if topology in ONE_HOST else {}
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **shape).devices)
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology, num_slices=slices, **shape)
+        return list(described.devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"--topology={topology}: {error}") from error
 

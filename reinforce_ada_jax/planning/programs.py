@@ -106,7 +106,7 @@ class AbstractRun:
             micro_rows=self.learner.micro_rows,
             row_tokens=self.batch.tokens.shape[-1],
             head_tokens=(self.batch.behaviour_logprobs if mesh.shape["context"] == 1 else self.batch.tokens).shape[-1],
-            row_shards=mesh_lib.parts(mesh, "parts"),
+            row_shards=mesh_lib.parts(mesh, "parts") * mesh_lib.num_slices(mesh),
             weight_shards=mesh_lib.parts(mesh, "embed"),
             tensor_shards=mesh.shape["tensor"],
             itemsize=jnp.dtype(self.config.model.compute_dtype).itemsize,

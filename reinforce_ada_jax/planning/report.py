@@ -78,6 +78,11 @@ def _gib(size: int | None) -> str:
 def _introduction(topology: str, deployment: Deployment, source: str, run: AbstractRun, means: Statistics) -> str:
     architecture, options, mesh = deployment.architecture, deployment.options, run.learner.mesh
     adapters, gathered = "", "; they share one copy of the layers' weights" if run.learner.gathers_once else ""
+    between, slices = "", mesh_lib.num_slices(mesh)
+    if slices > 1:
+        size = mesh_lib.shard_bytes(run.state.params)
+        topology = f"{slices} x {topology}"
+        between = f"\nbetween  slices: in an update {_gib(size)} GiB of gradients of each device are summed once"
     update = run.learner.update
     chain = f", {update.micro_batches_per_program} in a program" if update.is_chain(run.batch) else ""
     if run.learner.lora is not None:
@@ -87,7 +92,7 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
         )
     return (
         f"slice    {topology}, {mesh.size} devices of {_gib(deployment.chip.hbm_bytes)} GiB; mesh "
-        f"{mesh_lib.describe(mesh)}\n"
+        f"{mesh_lib.describe(mesh)}{between}\n"
         f"model    {architecture.family}, {architecture.described_size}, from {source}\n"
         f"engine   {run.engine.replicas} replicas, each of {options.slots} slots, {options.pages:,} pages of "
         f"{options.page_size} tokens, {options.attention}, "
@@ -98,18 +103,19 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
     )
 
 
-def _mesh_over(topology: str, config: Config) -> Mesh:
+def _mesh_over(topology: str, slices: int, config: Config) -> Mesh:
     if config.mesh.sampler:
         raise ValueError(
             f"mesh.sampler is {config.mesh.sampler}: the programs of a slice are checked where all devices draw and "
             "learn. Set mesh.sampler to 0, and check a slice of the learner's devices, then one of "
             "the sampler's."
         )
-    devices = topology_devices(topology)
+    devices = topology_devices(topology, slices)
     mesh = mesh_lib.make_mesh(**config.mesh.axes, devices=devices)
     if mesh.size < len(devices):
+        of_all = topology if slices == 1 else f"{topology} with --slices={slices}"
         raise ValueError(
-            f"--topology={topology} has {len(devices)} devices, mesh.data * mesh.fsdp * mesh.context * mesh.tensor "
+            f"--topology={of_all} has {len(devices)} devices, mesh.data * mesh.fsdp * mesh.context * mesh.tensor "
             f"only {mesh.size}: set --config.mesh.fsdp={len(devices) * config.mesh.fsdp // mesh.size}, or name a "
             "smaller slice."
         )
@@ -117,9 +123,15 @@ def _mesh_over(topology: str, config: Config) -> Mesh:
 
 
 def check_slice(
-    config: Config, topology: str, model: str | None, means: Statistics, log: Callable[[str], None]
+    config: Config,
+    topology: str,
+    model: str | None,
+    means: Statistics,
+    log: Callable[[str], None],
+    *,
+    slices: int = 1,
 ) -> list[ProgramResult]:
-    """Compiles one program after the other for a slice, and logs the table and the plan for these means.
+    """Compiles one program after the other for a slice, or several, and logs the table and the plan for these means.
 
     Returns:
       The programs' results; only `resident_result` where that alone is too much.
@@ -131,7 +143,7 @@ def check_slice(
     config = chosen_dtype(config, chip.platform)
     architecture, source = find_architecture(config.model.path, model)
     options = engine_options(config, architecture, chip.platform)
-    run = abstract_run(config, architecture, options, _mesh_over(topology, config))
+    run = abstract_run(config, architecture, options, _mesh_over(topology, slices, config))
     deployment = Deployment(config, architecture, options, chip)
     programs = engine_programs(run, means.context) + learner_programs(run)
     log(_introduction(topology, deployment, source, run, means))

@@ -143,7 +143,7 @@ def attend_parts(query, key, value, layer, carry, *, mesh: Mesh, segment_ids: Se
 
     heads, row = mesh_lib.spec(("parts", None, "heads", None)), mesh_lib.spec(("parts", None))
     in_specs = (heads, heads, heads, row, PartitionSpec(), mesh_lib.spec(("heads",)))
-    over_mesh = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    over_mesh = mesh_lib.shard_map(local, mesh, in_specs=in_specs, out_specs=heads)
     return over_mesh(query, key, value, segment_ids, layer.slides, layer.sinks), carry, None
 
 

@@ -99,11 +99,10 @@ def attend(query, key, value, layer, carry, *, mesh: Mesh, max_segments: int, se
     """
     del layer  # none is a sliding one, and none has sinks: `platform.resolve` refuses them
     heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
-    local = jax.shard_map(
+    local = mesh_lib.shard_map(
         functools.partial(_local, max_segments=max_segments),
-        mesh=mesh,
+        mesh,
         in_specs=(heads, heads, heads, None if segment_ids is None else row),
         out_specs=heads,
-        check_vma=False,  # the kernels don't say along which axes their results vary
     )
     return local(query, key, value, segment_ids), carry, None

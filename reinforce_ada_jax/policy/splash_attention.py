@@ -104,11 +104,10 @@ def attend(query, key, value, layer, carry, *, mesh: Mesh, segment_ids=None, int
     of_masks = [kernel.manual_sharding_spec(NamedSharding(mesh, P(None, "context"))) for kernel in kernels]
     slides = None if layer.slides is None else P()
     sinks = None if layer.sinks is None else mesh_lib.spec(("heads",))
-    local = jax.shard_map(
+    local = mesh_lib.shard_map(
         functools.partial(_local, context=context),
-        mesh=mesh,
+        mesh,
         in_specs=(of_masks, heads, heads, heads, None if segment_ids is None else row, slides, sinks),
         out_specs=heads,
-        check_vma=False,  # kernels don't say along which axes their results vary
     )
     return local(kernels, query, key, value, segment_ids, layer.slides, layer.sinks), carry, None

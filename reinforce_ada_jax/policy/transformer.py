@@ -175,7 +175,11 @@ def embed(model: Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array
 
 def _first_states(model: Decoder, tokens: Int[Array | np.ndarray, "B T"], execution: Execution) -> Array:
     """Returns what enters the first layer; Gemma scales embeddings by sqrt(D)."""
-    x = embed(model, tokens).astype(execution.dtype)
+    mesh = None if execution.constrain.sharding is None else execution.constrain.sharding.mesh
+    if isinstance(mesh, Mesh) and mesh_lib.num_slices(mesh) > 1:
+        x = mesh_lib.rows_of_table(model.embedding.get_value(), tokens, mesh).astype(execution.dtype)
+    else:
+        x = embed(model, tokens).astype(execution.dtype)
     x = round_to_bfloat16(x) if execution.rounds else x  # as decoding reads the embedding
     return x * jnp.asarray(model.architecture.hidden_size**0.5, x.dtype) if model.architecture.is_gemma else x
 

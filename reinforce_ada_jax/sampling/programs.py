@@ -19,8 +19,10 @@ from reinforce_ada_jax.sampling import decode
 from reinforce_ada_jax.sampling.rings import layout
 from reinforce_ada_jax.sampling.state import EngineOptions, empty_state
 
-# Along these axes of the mesh decoding has copies of the weights; each copy has slots, pages and a queue of its own.
-REPLICA_AXES = ("data", "fsdp", "context")
+
+def replica_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes along which decoding has copies of the weights, each with its own slots, pages and queue."""
+    return tuple(name for name in mesh.axis_names if name != "tensor")
 
 
 def num_replicas(mesh: Mesh) -> int:
@@ -30,7 +32,7 @@ def num_replicas(mesh: Mesh) -> int:
 
 def by_replica(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays whose first axis is the replica; one replica alone has no such axis."""
-    return NamedSharding(mesh, PartitionSpec() if num_replicas(mesh) == 1 else PartitionSpec(REPLICA_AXES))
+    return NamedSharding(mesh, PartitionSpec() if num_replicas(mesh) == 1 else PartitionSpec(replica_axes(mesh)))
 
 
 def weight_shardings(architecture: Architecture, options: EngineOptions, mesh: Mesh) -> Params:
@@ -141,7 +143,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         state, outputs = decode.decode_window(model, state, inputs, options=options, mesh=mesh)
         if vote:
             # Processes exchange nothing else. No token depends on it, so the exchange overlaps with the window.
-            outputs = outputs.replace(agreed=jax.lax.pmax(jnp.stack([*vote, last_steps]), REPLICA_AXES))
+            outputs = outputs.replace(agreed=jax.lax.pmax(jnp.stack([*vote, last_steps]), replica_axes(mesh)))
         return state, outputs
 
     def insert(state, prefix, slot, address, sampling):
@@ -181,12 +183,12 @@ def _on_each_replica(program: Callable[..., Any], mesh: Mesh) -> Callable[..., A
         outputs = program(params, *jax.tree.map(lambda x: x[0], own))
         return jax.tree.map(lambda x: x[None], outputs)
 
-    shared, own = PartitionSpec(), PartitionSpec(REPLICA_AXES)
+    shared, own = PartitionSpec(), PartitionSpec(replica_axes(mesh))
     return jax.shard_map(
         on_one,
         mesh=mesh,
         in_specs=(shared, own, own, *[own] * mesh.is_multi_process),
         out_specs=own,
-        axis_names=set(REPLICA_AXES),
+        axis_names=set(replica_axes(mesh)),
         check_vma=False,  # the replicas' loops take different numbers of steps
     )

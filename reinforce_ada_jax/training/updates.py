@@ -122,7 +122,7 @@ def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batc
     micro_batches = batch_rows(config, strategy, learner.micro_rows) // learner.micro_rows
 
     def abstract(x: np.ndarray) -> jax.ShapeDtypeStruct:
-        sharding = mesh_lib.sharding(learner.mesh, (None, "rows", *[None] * (x.ndim - 1)))
+        sharding = mesh_lib.sharding(learner.mesh, (None, "batch", *[None] * (x.ndim - 1)))
         return jax.ShapeDtypeStruct((micro_batches, *x.shape), x.dtype, sharding=sharding)
 
     return jax.tree.map(abstract, micro)

@@ -1,0 +1,72 @@
+"""Meshes over several slices: the numbers of one device, and one sum over the network between slices an update."""
+
+import functools
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.distributed.mesh import make_mesh
+from reinforce_ada_jax.policy import transformer
+from tests.compiled_collectives import by_loop
+from tests.learning.test_context import axes, batch, learner, results
+from tests.policy import recording
+from tests.policy.adapting import ALL, random_adapters
+
+
+@pytest.mark.parametrize(
+    ("family", "split", "rank"),
+    [
+        ("qwen2", axes(slices=2, data=2, fsdp=2, tensor=2), 0),
+        ("qwen2", axes(slices=2, data=4, tensor=2), ALL.rank),
+        pytest.param("qwen3_moe", axes(slices=2, data=2, fsdp=2, tensor=2), 0, marks=pytest.mark.slow),
+        pytest.param("gemma3", axes(slices=2, data=2, context=2, fsdp=2), 0, marks=pytest.mark.slow),
+    ],
+)
+def test_slices_give_the_numbers_of_one_device(family, split, rank):
+    (scores, gradient, metrics), (of_one, gradient_of_one, metrics_of_one) = (
+        results(family, each, rank) for each in (split, ())
+    )
+    np.testing.assert_allclose(scores, of_one, rtol=2e-5, atol=2e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), metrics, metrics_of_one)
+    differences = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), gradient, gradient_of_one)
+    assert all(difference < 1e-5 for difference in jax.tree.leaves(differences))
+    assert metrics.grad_norm > 0.1
+
+
+def collectives(split, rank=0):
+    """(kinds inside of the loop over micro-batches, kinds outside) of the program of an update."""
+    of, (architecture, params, _) = learner("qwen2", split, rank), recording.golden("qwen2")
+    base = jax.device_put(params, transformer.param_shardings(architecture, of.mesh)) if rank else None
+    trained = random_adapters(architecture) if rank else params
+    state = of.init(jax.device_put(jax.tree.map(np.array, trained), of.param_shardings))
+    found = by_loop(of.update.programs(state, of.put(batch(5)), base)["update"]().compile().as_text() or "")
+    inside = {nesting: sorted(kinds) for nesting, kinds in found.items() if nesting}
+    return sorted(inside.values()), found.get((), [])
+
+
+def test_micro_batches_send_nothing_between_slices():
+    of_slices, after_slices = collectives(axes(slices=2, data=2, fsdp=2))
+    of_one, after_one = collectives(axes(fsdp=2))
+    of_copies, _ = collectives(axes(data=2, fsdp=2))
+    assert of_slices == of_one  # the same collectives as a slice alone
+    assert sum(map(len, of_copies)) > sum(map(len, of_slices))  # copies on one slice sum in each micro-batch
+    assert len(after_slices) > len(after_one)
+
+
+def test_devices_that_are_slices_need_as_many_copies():
+    devices = [
+        types.SimpleNamespace(platform="tpu", process_index=slice_, id=slice_ * 4 + number, slice_index=slice_)
+        for slice_ in (1, 0)
+        for number in range(4)
+    ]
+    with pytest.raises(ValueError, match=r"mesh\.data is 1, and the devices are 2 slices: .* a multiple of 2\."):
+        make_mesh(fsdp=8, devices=devices)
+
+
+def test_each_slice_has_whole_copies_of_weights():
+    mesh = make_mesh(data=4, tensor=2, slices=2)
+    assert dict(mesh.shape) == {"slice": 2, "data": 2, "fsdp": 1, "context": 1, "tensor": 2}
+    numbers = np.vectorize(lambda device: device.id)(mesh.devices)
+    assert [sorted(part.ravel().tolist()) for part in numbers] == [[0, 1, 2, 3], [4, 5, 6, 7]]
