@@ -7,7 +7,8 @@ Axis letters, used in every shape annotation and einsum of this project:
 
     P prompts    B rows (responses in a batch)    T tokens    S slots    L layers
     D model      F feed-forward    N query heads    K key/value heads    H head dim    V vocabulary
-    E experts    C experts of a token    X width of an expert    Y columns of gate and up, 2 X
+    E experts    G experts that a device holds    C experts of a token
+    X width of an expert    Y columns of gate and up, 2 X
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Device mesh, and the one table that maps logical axes to mesh axes.
 
 Mesh axes are `data` (rows only), `fsdp` (rows, and weights along the model axis), `context` (the tokens of a row, and
-weights along the model axis) and `tensor` (heads, feed-forward, vocabulary). Every weight declares its logical axes
-where it is declared (`policy/layers.py`); nothing else decides where an array lives.
+weights along the model axis) and `tensor` (heads, feed-forward or experts, vocabulary). Every weight declares its
+logical axes where it is declared (`policy/layers.py`); nothing else decides where an array lives.
 
 A mesh over several TPU slices has an axis `slice` more, the outermost one. Between slices the network is slow: each
 has a copy of the weights and its share of the rows, and learns from them on its own (`on_each_slice`) until an update
@@ -37,8 +37,10 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "head": None,
-    "mlp": "tensor",  # also the width of each expert
-    "experts": None,
+    "mlp": "tensor",
+    "experts": "tensor",
+    "expert": None,  # the width of one
+    "router": None,  # its numbers, one for each expert
     "vocab": "tensor",
 }
 

@@ -4,6 +4,10 @@ The rows of all experts are sorted by expert, and each matrix is one grouped pro
 dropped, whatever the load. Tokens of padding have experts too, and reach no other token. XLA has the grouped product on
 TPUs; on CPUs it multiplies every row by the matrices of all experts.
 
+Along `tensor` each device holds whole experts, and all tokens of its rows: it computes its own experts for them, and a
+sum over the devices adds the others. Parts of each expert's width would have the same sum. But a part of 768 / 4
+numbers fills no tiles of 128 on a TPU, and compiled windows then copy the matrices (docs/how_to/model_family.md).
+
 The learner replays what the sampler chose (R3, arXiv 2510.11370): rounding differs between their programs, and near a
 tie it would send a token to another expert, whose log-probabilities are those of another policy. The sampler records
 the experts of each token that it computes. The learner gives these experts the weights of its own router.
@@ -38,8 +42,8 @@ class Biases(NamedTuple):
     """Biases of the router, and of the products of each expert."""
 
     router: Float[Array, " E"]
-    gate_up: Float[Array, "E Y"]
-    down: Float[Array, "E D"]
+    gate_up: Float[Array, "G Y"]
+    down: Float[Array, "G D"]
 
 
 def record_dtype(architecture: Architecture) -> np.dtype:
@@ -103,16 +107,17 @@ def mixture(
     architecture: Architecture,
     x: Float[Array, "B T D"],
     router: Float[Array, "D E"],
-    gate: Float[Array, "E D _"],
-    up: Float[Array, "E D X"] | None,
-    down: Float[Array, "E X D"],
+    gate: Float[Array, "G D _"],
+    up: Float[Array, "G D X"] | None,
+    down: Float[Array, "G X D"],
     biases: Biases | None = None,
     replayed: UInt[Array, "B T C"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"]]:
     """Computes sum_e weight_e down_e(silu(gate_e(x)) * up_e(x)) over the experts of each token, and returns these, too.
 
     With biases it is the sum of gpt-oss: columns of `gate` are those of gate and up by turns, and `clamped_swiglu`.
-    Logits, softmax and weights are in float32, of a router in x.dtype. `replayed` is as for `choose`.
+    Logits, softmax and weights are in float32, of a router in x.dtype. `replayed` is as for `choose`. With fewer
+    matrices than experts, those of this device along `tensor`, the sum is over these alone.
     """
     tokens, chosen_each = x.reshape(-1, x.shape[-1]), architecture.experts_per_token
     logits = jnp.dot(tokens, router, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -121,19 +126,28 @@ def mixture(
     replayed = None if replayed is None else replayed.reshape(-1, chosen_each)
     weights, chosen = choose(architecture, logits, replayed)
     expert = chosen.reshape(-1)
-    order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=architecture.num_experts)
+    if len(down) < architecture.num_experts:  # count from the first expert of this device, whose rows come first
+        expert = (expert - jax.lax.axis_index("tensor") * len(down)) % architecture.num_experts
+    order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=architecture.num_experts)[: len(down)]
     rows = jnp.broadcast_to(tokens[:, None], (len(tokens), chosen_each, x.shape[-1])).reshape(-1, x.shape[-1])
-    rows = _permuted(rows, order)
+    rows, is_computed = _permuted(rows, order), (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
+
+    def of_group(rows: Array) -> Array:
+        # The kernel of TPUs neither computes nor writes rows behind the last group: they have what the memory held,
+        # NaN perhaps. They are set to 0 after a product, and before it, which its gradient needs.
+        return rows if len(down) == architecture.num_experts else jnp.where(is_computed, rows, jnp.zeros_like(rows))
+
+    def product(rows: Array, matrices: Array) -> Array:
+        return of_group(jax.lax.ragged_dot(of_group(rows), matrices, sizes))
+
     if up is not None:
-        hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-        results = jax.lax.ragged_dot(hidden, down, sizes)
+        results = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
     else:
         assert biases is not None
         # A product: as the gradient of reading rows, the sum of colliding ones would have no order on a GPU.
-        is_own = jax.nn.one_hot(expert[order], architecture.num_experts, dtype=x.dtype)
-        gate_up = jax.lax.ragged_dot(rows, gate, sizes) + is_own @ biases.gate_up
-        hidden = clamped_swiglu(gate_up, architecture.expert_limit)
-        results = jax.lax.ragged_dot(hidden, down, sizes) + is_own @ biases.down
+        is_own = jax.nn.one_hot(expert[order], len(down), dtype=x.dtype)
+        gate_up = product(rows, gate) + is_own @ biases.gate_up
+        results = product(clamped_swiglu(gate_up, architecture.expert_limit), down) + is_own @ biases.down
     results = _permuted(results, jnp.argsort(order))
     results = results.reshape(len(tokens), chosen_each, -1).astype(jnp.float32)
     mixed = jnp.einsum("MCD,MC->MD", results, weights).astype(x.dtype).reshape(x.shape)
@@ -157,7 +171,7 @@ def load_metrics(tokens: Float[Array, "L E"]) -> dict[str, Float[Array, ""]]:
 
 
 def on_devices(compute: Callable[..., Any], rows: NamedSharding | None, mesh: Mesh | None) -> Callable[..., Any]:
-    """Returns `mixture` on several devices: each sorts its own tokens and has a part of each expert's width.
+    """Returns `mixture` on several devices: each sorts its own tokens and computes its own experts along `tensor`.
 
     Left to the compiler, all tokens would be sorted together. `rows` is the sharding of x over a whole mesh; without
     it, x is the same on all devices along `tensor` of `mesh`.
@@ -166,20 +180,16 @@ def on_devices(compute: Callable[..., Any], rows: NamedSharding | None, mesh: Me
     if mesh is None or (mesh.shape["tensor"] if rows is None else mesh.size) == 1:
         return compute
     of_x = P() if rows is None else rows.spec
-    wide = P(None, None, "tensor")
+    of_experts = mesh_lib.spec(("experts",))
 
     def own_part(*arguments: Any) -> tuple[Array, Array]:
-        *weights, biases, replayed = arguments
-        if biases is not None:  # one part adds what is not divided
-            is_first = jax.lax.axis_index("tensor") == 0
-            biases = biases._replace(down=jnp.where(is_first, biases.down, jnp.zeros_like(biases.down)))
-        mixed, chosen = compute(*weights, biases, replayed)
+        mixed, chosen = compute(*arguments)
         return jax.lax.psum(mixed, "tensor"), chosen
 
     def on_parts(x: Array, router: Array, gate: Array, up: Any, down: Array, biases: Any, replayed: Any) -> Any:
-        of_biases = None if biases is None else Biases(*cast(Any, (P(), P(None, "tensor"), P())))
-        of_record = None if replayed is None else of_x
-        in_specs = (of_x, P(), wide, None if up is None else wide, P(None, "tensor", None), of_biases, of_record)
+        of_biases = None if biases is None else Biases(*cast(Any, (P(), of_experts, of_experts)))
+        of_up, of_record = None if up is None else of_experts, None if replayed is None else of_x
+        in_specs = (of_x, P(), of_experts, of_up, of_experts, of_biases, of_record)
         apply = mesh_lib.on_own_part(own_part, mesh, in_specs=in_specs, out_specs=(of_x, of_x), always=True)
         return apply(x, router, gate, up, down, biases, replayed)
 

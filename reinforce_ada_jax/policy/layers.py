@@ -288,16 +288,16 @@ class Experts(nnx.Module):
     def __init__(self, architecture: Architecture, declare: Declare):
         d, x, e = architecture.hidden_size, architecture.expert_size, architecture.num_experts
         self.architecture = architecture
-        self.router = declare((d, e), ("embed", "experts"), fan_in=d)
+        self.router = declare((d, e), ("embed", "router"), fan_in=d)
         if architecture.expert_limit:
-            self.router_bias = declare((e,), ("experts",))
-            self.expert_gate_up = declare((e, d, 2 * x), ("experts", "embed", "mlp"), fan_in=d)
-            self.expert_gate_up_bias = declare((e, 2 * x), ("experts", "mlp"))
+            self.router_bias = declare((e,), ("router",))
+            self.expert_gate_up = declare((e, d, 2 * x), ("experts", "embed", "expert"), fan_in=d)
+            self.expert_gate_up_bias = declare((e, 2 * x), ("experts", "expert"))
             self.expert_down_bias = declare((e, d), ("experts", "embed"))
         else:
-            self.expert_gate = declare((e, d, x), ("experts", "embed", "mlp"), fan_in=d)
-            self.expert_up = declare((e, d, x), ("experts", "embed", "mlp"), fan_in=d)
-        self.expert_down = declare((e, x, d), ("experts", "mlp", "embed"), fan_in=x)
+            self.expert_gate = declare((e, d, x), ("experts", "embed", "expert"), fan_in=d)
+            self.expert_up = declare((e, d, x), ("experts", "embed", "expert"), fan_in=d)
+        self.expert_down = declare((e, x, d), ("experts", "expert", "embed"), fan_in=x)
 
     def __call__(
         self,

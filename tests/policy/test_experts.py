@@ -24,6 +24,8 @@ ARCHITECTURE = from_hf(
     )
 )  # fmt: skip
 RENORMALIZED = dataclasses.replace(ARCHITECTURE, renormalizes_experts=True)
+GPT_OSS = dataclasses.replace(RENORMALIZED, expert_limit=7.0)
+ragged_dot = jax.lax.ragged_dot
 mixture = jax.jit(experts.mixture, static_argnums=0)
 
 
@@ -130,13 +132,18 @@ def test_the_swiglu_of_gpt_oss_is_clamped():
     np.testing.assert_allclose(experts.clamped_swiglu(numbers, 7.0), [wanted], rtol=1e-6)
 
 
-def test_experts_of_gpt_oss_are_those_of_each_token_alone():
-    architecture = dataclasses.replace(RENORMALIZED, expert_limit=7.0)
+@functools.cache
+def example_of_gpt_oss():
+    """(x, router, both, None, down, biases): the example, where many numbers are clamped."""
     x, router, gate, up, down = example()
-    gate, up = 4 * gate, 4 * up
+    both = jnp.stack([4 * gate, 4 * up], axis=-1).reshape(5, 6, 8)
     rng = np.random.default_rng(1)
     biases = experts.Biases(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((5,), (5, 8), (5, 6))))
-    both = jnp.stack([gate, up], axis=-1).reshape(5, 6, 8)
+    return x, router, both, None, down, biases
+
+
+def test_experts_of_gpt_oss_are_those_of_each_token_alone():
+    x, router, both, _, down, biases = example_of_gpt_oss()
     wanted, most = np.zeros(x.shape), 0.0
     for place in np.ndindex(x.shape[:2]):
         token = np.asarray(x[place], np.float64)
@@ -147,8 +154,58 @@ def test_experts_of_gpt_oss_are_those_of_each_token_alone():
             hidden = experts.clamped_swiglu(jnp.asarray(numbers, jnp.float32)[None], 7.0)[0]
             wanted[place] += weight * (hidden @ down[expert] + biases.down[expert])
             most = max(most, numbers.max())
-    np.testing.assert_allclose(compute(architecture, x, router, both, None, down, biases), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(compute(GPT_OSS, *example_of_gpt_oss()), wanted, rtol=1e-4, atol=1e-4)
     assert most > 14
+
+
+def results_and_gradients(architecture, arguments, replayed, mesh):
+    """((sum, experts), gradients of a weighted sum to all but the record)."""
+    compute = experts.on_devices(functools.partial(experts.mixture, architecture), None, mesh)
+
+    def loss(arguments):
+        mixed, chosen = compute(*arguments, *[None] * (6 - len(arguments)), replayed)
+        return jnp.sum(mixed * jnp.cos(jnp.arange(mixed.size)).reshape(mixed.shape)), (mixed, chosen)
+
+    (_, results), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arguments)
+    return results, gradients
+
+
+def behind_groups(x, sizes, value):
+    return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], x, value)
+
+
+@jax.custom_vjp
+def unwritten(rows, matrices, sizes):
+    """The grouped product of a TPU where the memory behind the last group holds NaN."""
+    return behind_groups(ragged_dot(rows, matrices, sizes), sizes, jnp.nan)
+
+
+def unwritten_backward(arguments, slope):
+    *factors, sizes = arguments
+    factors = behind_groups(factors[0], sizes, 0), factors[1]
+    product = functools.partial(ragged_dot, group_sizes=sizes)
+    of_rows, of_matrices = jax.vjp(product, *factors)[1](behind_groups(slope, sizes, 0))
+    return behind_groups(of_rows, sizes, jnp.nan), of_matrices, None
+
+
+unwritten.defvjp(lambda *arguments: (unwritten(*arguments), arguments), unwritten_backward)
+
+
+@pytest.mark.parametrize("replayed", [None, recorded()], ids=["chosen", "replayed"])
+@pytest.mark.parametrize(
+    ("architecture", "arguments"), [(RENORMALIZED, example()), (GPT_OSS, example_of_gpt_oss())], ids=["qwen", "gpt_oss"]
+)
+def test_five_devices_with_an_expert_each_give_the_sum_of_one(monkeypatch, architecture, arguments, replayed):
+    (wanted, chosen), slopes = results_and_gradients(architecture, arguments, replayed, None)
+    monkeypatch.setattr(jax.lax, "ragged_dot", unwritten)
+    # Of the 42 rows, some are another device's on each.
+    (mixed, same), gradients = results_and_gradients(architecture, arguments, replayed, mesh_lib.make_mesh(tensor=5))
+    assert len(np.unique(chosen)) == 5
+    np.testing.assert_array_equal(same, chosen)
+    np.testing.assert_allclose(mixed, wanted, rtol=1e-5, atol=2e-5)
+    for ours, slope in zip(jax.tree.leaves(gradients), jax.tree.leaves(slopes), strict=True):
+        np.testing.assert_allclose(ours, slope, rtol=0, atol=1e-5 * np.abs(slope).max())
+        assert np.abs(slope).max() > 0.1
 
 
 def test_the_golden_notices_a_model_without_sinks():

@@ -192,3 +192,8 @@ def test_init_on_a_mesh_is_sharded_and_the_same():
 def test_an_axis_that_does_not_divide_is_named(size, message):
     with pytest.raises(ValueError, match=message):
         transformer.param_shardings(recording.golden("qwen2")[0], mesh_lib.make_mesh(**size))
+
+
+def test_experts_that_devices_cannot_share_are_named():
+    with pytest.raises(ValueError, match=r"'experts' of size 5 cannot be split over mesh.tensor = 2: .*divisor of 5"):
+        transformer.param_shardings(recording.golden("olmoe")[0], mesh_lib.make_mesh(tensor=2))
