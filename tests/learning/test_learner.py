@@ -448,7 +448,7 @@ def assert_eight_devices_are_one(of_eight):
 @pytest.mark.parametrize(
     "family, mesh, gathers",
     [
-        ("qwen3_moe", (1, 2, 2), True),
+        ("qwen3_moe", (2, 2, 2), True),
         ("gpt_oss", (2, 2, 2), False),
         pytest.param("olmoe", (2, 2, 1), False, marks=pytest.mark.slow),  # five experts, which two can't share
         *(pytest.param("qwen3_moe", mesh, False, marks=pytest.mark.slow) for mesh in ((1, 2, 1), (1, 1, 2))),
