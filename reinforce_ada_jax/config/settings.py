@@ -457,7 +457,7 @@ class MeshConfig:
         1, "Devices that share the tokens of each row in the learner, for rows of 16k tokens and more; they share "
         "weights and optimiser state too.", values.MANY, rule="rows_are_cut",
     )  # fmt: skip
-    tensor: int = setting(1, "Devices that share each product.", values.MANY)
+    tensor: int = setting(1, "Devices that share each product, and the experts of each layer.", values.MANY)
     sampler: int = setting(
         0, "Devices that only draw, beside data * fsdp * context * tensor devices that update; 0: all devices do both, "
         "in turn.", values.MANY_OR_0, rule="devices_are_split",
