@@ -89,8 +89,11 @@ def response_logprobs(
         attend=attend, execution=execution, routing=routing,
     )  # fmt: skip
     if parts > 1:
+        assert head.mesh is not None
         of_tokens = target_logprobs(head, model, hidden, cut(jnp.roll(batch.tokens, -1, axis=1)))
-        logprobs, entropy = (jnp.take_along_axis(join(x), batch.response_positions - 1, axis=1) for x in of_tokens)
+        by_row = mesh_lib.sharding(head.mesh, ("rows", None))
+        joined = (jax.lax.with_sharding_constraint(join(x), by_row) for x in of_tokens)
+        logprobs, entropy = (jnp.take_along_axis(x, batch.response_positions - 1, axis=1) for x in joined)
         return logprobs, entropy, load
     targets = jnp.take_along_axis(batch.tokens, batch.response_positions, axis=1)
     # A token is predicted one position earlier.
