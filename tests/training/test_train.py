@@ -146,10 +146,12 @@ def test_what_a_run_writes(unbroken):
     assert "qwen2, 107,392 weights" in shown and f"finished iteration {ITERATIONS}" in shown
 
 
-def test_a_finished_run_has_nothing_to_do(start, unbroken, tmp_path):
-    shutil.copytree(unbroken[0], tmp_path / "run")
+def test_a_finished_run_has_nothing_to_do(unbroken, tmp_path, monkeypatch, capsys):
+    compiles_nothing_early(monkeypatch)
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    shown, _ = finish(start(tmp_path / "run", f"--config.iterations={ITERATIONS - 3}"))
+    train.main(config_lib.replaced(saved_config(workdir), {"iterations": ITERATIONS - 3}), workdir)
+    shown = capsys.readouterr().out
     assert (
         f"nothing to do: {ITERATIONS} are finished, and {ITERATIONS - 3} were asked for.\nfinished iteration" in shown
     )
@@ -204,23 +206,43 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 """
 
 
+def end_when_drawn(start, workdir, done, number):
+    """Ends a run by a signal when all of the iteration after `done` is drawn; returns its stderr."""
+    ended = AT_A_PHASE.format(done=done, phase="updating", signal=int(number))
+    codes = {signal.SIGINT: cli.INTERRUPTED, signal.SIGTERM: RESTART, signal.SIGKILL: -signal.SIGKILL}
+    return finish(start(workdir, how=("-c", ended)), codes[number])[1]
+
+
+def test_interrupted_and_killed_it_resumes(start, unbroken, tmp_path):
+    """Ctrl-C in iteration 2 and SIGKILL in 4, when all is drawn; then a new interpreter."""
+    workdir = tmp_path / "run"
+    last = end_when_drawn(start, workdir, 1, signal.SIGINT).splitlines()[-1]
+    assert last.startswith("error: interrupted; iteration 1 is saved.")
+    assert f"--workdir={workdir} goes on from there" in last
+    end_when_drawn(start, workdir, 3, signal.SIGKILL)
+    # The state after iteration 1 was saved at Ctrl-C; that after iteration 3 was not at SIGKILL.
+    assert [int(file.stem) for file in sorted((workdir / "unfinished").iterdir())] == [2, 3, 4]
+
+    out, err = finish(start(workdir, fork=False))
+    assert "resuming after iteration 1\n" in out
+    # A complete collection is not drawn again.
+    assert re.findall(r"iteration (\d+) begins with \d+ stored responses", err)[:3] == ["2", "3", "4"]
+    assert_same_run(workdir, unbroken[0])
+    assert not [*(workdir / "unfinished").iterdir()], "the last checkpoint has them"
+
+
+@pytest.mark.slow  # the test above has the other ends; test_draw_ahead.py has SIGTERM
 def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
     """SIGTERM in iteration 2 and SIGKILL in 4, when all is drawn; Ctrl-C at any moment; a new interpreter."""
     workdir = tmp_path / "run"
     for done, number in ((1, signal.SIGTERM), (3, signal.SIGKILL)):
-        ended = AT_A_PHASE.format(done=done, phase="updating", signal=int(number))
-        finish(start(workdir, how=("-c", ended)), RESTART if number == signal.SIGTERM else -number)
-    # The state after iteration 1 was saved at SIGTERM; that after iteration 3 was not at SIGKILL.
-    assert [int(file.stem) for file in sorted((workdir / "unfinished").iterdir())] == [2, 3, 4]
-
+        end_when_drawn(start, workdir, done, number)
     process = start(workdir)
     wait_for_lines(process, workdir, 4)
     process.send_signal(signal.SIGINT)
     asked = time.monotonic()
     _, err = finish(process, cli.INTERRUPTED)
     assert time.monotonic() - asked < 30
-    # A complete collection is not drawn again.
-    assert re.findall(r"iteration (\d+) begins with \d+ stored responses", err)[:3] == ["2", "3", "4"]
     last = err.splitlines()[-1]
     saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
     assert f"--workdir={workdir} goes on from there" in last and "Traceback" not in err
@@ -230,10 +252,9 @@ def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
     out, _ = finish(start(workdir, fork=False))
     assert f"resuming after iteration {saved}\n" in out
     assert_same_run(workdir, unbroken[0])
-    assert not [*(workdir / "unfinished").iterdir()], "the last checkpoint has them"
 
 
-@pytest.mark.slow  # the test above ends such a run when all of an iteration is drawn
+@pytest.mark.slow  # test_interrupted_and_killed_it_resumes ends such a run when all of an iteration is drawn
 def test_kills_at_random_moments(start, tmp_path):
     # In the middle of collections, updates, checkpoints and evaluations: there is little else in so small a run.
     kills, iterations = 20, 60
