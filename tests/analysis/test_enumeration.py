@@ -261,7 +261,7 @@ def test_signal_is_absolute():
     np.testing.assert_allclose(many.signal, ((1 - p) / p + p / (1 - p)) / 2, rtol=1e-3)
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.5, 0.95])
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.8, pytest.param(0.95, marks=pytest.mark.slow)])
 def test_retries_without_a_limit(chance):
     # A round of n is all wrong with chance u = q^n, and is then followed by another with chance c: geometric.
     p = np.array([1e-3, 0.01, 0.1, 0.5])

@@ -43,7 +43,9 @@ def test_squares_and_repeats_by_hand():
     assert found["repeated"] == pytest.approx((0.75, 1.0), rel=1e-6)
 
 
-@pytest.mark.parametrize("right", [[0.3], [0.2, 0.1], [0.1, 0.1, 0.1]])
+@pytest.mark.parametrize(
+    "right", [pytest.param([0.3], marks=pytest.mark.slow), [0.2, 0.1], pytest.param([0.1] * 3, marks=pytest.mark.slow)]
+)
 def test_the_noise_of_successes_is_that_beyond_their_mean(right):
     # Single draws until the first success, many prompts. Correct responses have these probabilities, p = 0.3.
     numbers = iter(np.random.default_rng(3).choice(len(right) + 1, 100_000, p=[*right, 0.7]).tolist())

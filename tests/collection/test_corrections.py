@@ -290,10 +290,11 @@ def gradient(settings: SimpleNamespace, *, barrier: bool = False, overlap: bool 
 @pytest.mark.parametrize(
     ("settings", "how"),
     [
-        (config("positive", 2, 8), {}),
+        pytest.param(config("positive", 2, 8), {}, marks=pytest.mark.slow),  # the next ones differ in `how` alone
         (config("positive", 2, 8), {"barrier": True}),
         (config("positive", 2, 8), {"overlap": True}),
-        (config("positive", 1, 16, control_variate="0.15"), {}),
+        # test_enumeration.py has control variates of any number, without chance.
+        pytest.param(config("positive", 1, 16, control_variate="0.15"), {}, marks=pytest.mark.slow),
         (config("balance", 4, 4, objective="power", control_variate="noise"), {}),
         (config("positive", 1, 16, control_variate="noise"), {}),
         (config("ngu", 8, 4, group_size=2, retry_probability=1.0, max_draws=16), {}),

@@ -14,7 +14,7 @@ from reinforce_ada_jax.distributed.watchdog import RESTART
 from tests import hosts
 from tests.running import cipher_file, tiny
 
-SMALL = ("--config=configs/tiny.py", "--samples=4", "--config.sampling.slots=8", "--config.sampling.window=8")
+SMALL = ("--config=configs/tiny.py", "--samples=4", "--config.sampling.slots=4", "--config.sampling.window=4")
 MESH = "--config.mesh.data=2"
 
 
@@ -39,7 +39,7 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 def test_two_processes_store_the_evaluation_of_one(tmp_path):
     words = cipher_file(tmp_path / "words.jsonl", 12)
-    # With the engine of test_evaluate.py, whose sizes decide nothing.
+    # With the engine of both processes, and of test_evaluate.py: it is compiled once.
     engine = {"sampling.slots": 4, "sampling.window": 4}
     options = evaluate_lib.Options(model="package:cipher", benchmarks=[words], samples=4, output=str(tmp_path / "1"))
     evaluate_lib.main(tiny(**engine), options)
