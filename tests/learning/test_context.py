@@ -90,14 +90,15 @@ def axes(**sizes):
 @pytest.mark.parametrize(
     ("family", "split", "rank", "per_row"),
     [
-        ("qwen2", axes(fsdp=2, context=4), 0, 5),  # two parts of each row to a device
         ("qwen2", axes(fsdp=2, context=2, tensor=2), ALL.rank, 5),
-        ("gemma3", axes(data=2, context=4), 0, 5),  # windows of 7 tokens, beside a layer without
         ("mistral_window", axes(context=8), 0, 1),
-        # Each size, axis and number of responses is in another case; gpt-oss has experts as well.
+        # test_blocked_attention.py has parts of rows with windows of some layers and sinks.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("qwen2", axes(fsdp=2, context=4), 0, 5),
+                ("gemma3", axes(data=2, context=4), 0, 5),
+                ("gpt_oss", axes(fsdp=2, context=2, tensor=2), 0, 5),
                 ("qwen2", axes(context=2), 0, 5),
                 ("qwen2", axes(context=8), 0, 1),
                 ("llama", axes(data=2, context=4), 0, 5),
@@ -105,7 +106,6 @@ def axes(**sizes):
                 ("qwen3_moe", axes(fsdp=2, context=2, tensor=2), 0, 5),
             )
         ),
-        ("gpt_oss", axes(fsdp=2, context=2, tensor=2), 0, 5),
         *(
             pytest.param(family, axes(fsdp=2, context=4), rank, per_row, marks=pytest.mark.slow)
             for family in ("qwen3", "mistral", "smollm3", "olmo2")

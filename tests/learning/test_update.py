@@ -66,7 +66,7 @@ def test_the_length_of_the_programs_changes_no_bit():
 
 
 def test_a_chain_over_eight_devices_is_one_program():
-    rows, settings = batch(), {"mesh": (1, 4, 2), "gathers": True}
+    rows, settings = batch(), {"mesh": (2, 2, 2), "gathers": True}
     asked = []
     chain = learner(2, in_program=1, **settings)
     assert chain.gathers_once

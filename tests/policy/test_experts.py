@@ -208,6 +208,7 @@ def test_five_devices_with_an_expert_each_give_the_sum_of_one(monkeypatch, archi
         assert np.abs(slope).max() > 0.1
 
 
+@pytest.mark.slow  # it is about the recording
 def test_the_golden_notices_a_model_without_sinks():
     architecture, params, recorded = recording.golden("gpt_oss")
     attention = params["layers"]["attention"]
@@ -249,6 +250,7 @@ def test_gradients_are_those_of_the_sum_over_all_experts(replayed):
         assert np.abs(wanted).max() > 0.1
 
 
+@pytest.mark.slow  # it is about the recording
 def test_the_golden_notices_a_softmax_of_the_chosen_alone(monkeypatch):
     architecture, params, recorded = recording.golden("olmoe")
 

@@ -115,8 +115,19 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, monkeypatch, dtype, stra
         huggingface.load(tmp_path / "saved", dtype=dtype)
 
 
+# Of biases, norms, experts and their biases; the weights of other families are among these.
+ON_DEVICES = ("qwen2", "gemma3", "qwen3_moe", "gpt_oss")
+
+
 # OLMoE has five experts here, which two devices can't share. Its weights have the names of Qwen3-MoE.
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "olmoe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.slow] * (family not in ON_DEVICES))
+        for family in FAMILIES
+        if family != "olmoe"
+    ],
+)
 def test_eight_devices_equal_one(tmp_path, family):
     architecture, params, recorded = recording.golden(family)
     mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)

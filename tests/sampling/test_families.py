@@ -15,16 +15,16 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from tests.policy import recording
 from tests.sampling import test_routes, tiny
 
-# Each other family once: each size of `tensor` and each kind of attention with several.
+# Each part of a family once: each size of `tensor` and each kind of attention with several.
 FAST = [
-    ("smollm3", 1, "jnp"), ("olmo2", 2, "jnp"), ("mistral_window", 1, "jnp"), ("gemma3", 1, "invariant"),
-    ("olmo3", 2, "jnp"), ("olmoe", 1, "invariant"), ("gpt_oss", 1, "invariant"),
+    ("smollm3", 1, "jnp"), ("olmo2", 2, "jnp"), ("gemma3", 1, "invariant"), ("olmoe", 1, "invariant"),
 ]  # fmt: skip
-# Mistral is a Llama, which the test in bfloat16 has; the tests below have Gemma 3, Qwen3-MoE and gpt-oss on other
-# numbers of devices. OLMoE has experts on one device.
+# Mistral is a Llama, and OLMo 3 an OLMo 2 whose layers slide as those of Gemma 3 do. test_rings.py has Mistral with a
+# window; the tests below have Qwen3-MoE and gpt-oss on other numbers of devices.
 SLOW = [
-    ("mistral", 1, "jnp"), ("olmo2", 1, "jnp"), ("gemma3", 2, "jnp"), ("olmo3", 1, "invariant"),
-    ("qwen3_moe", 1, "jnp"), ("qwen3_moe", 2, "jnp"), ("olmoe", 1, "jnp"), ("gpt_oss", 1, "jnp"), ("gpt_oss", 2, "jnp"),
+    ("mistral", 1, "jnp"), ("mistral_window", 1, "jnp"), ("olmo2", 1, "jnp"), ("gemma3", 2, "jnp"),
+    ("olmo3", 1, "invariant"), ("olmo3", 2, "jnp"), ("qwen3_moe", 1, "jnp"), ("qwen3_moe", 2, "jnp"),
+    ("olmoe", 1, "jnp"), ("gpt_oss", 1, "jnp"), ("gpt_oss", 1, "invariant"), ("gpt_oss", 2, "jnp"),
 ]  # fmt: skip
 
 
@@ -37,8 +37,8 @@ def test_the_engine_agrees_with_a_full_forward_pass(family, tensor, attention):
 
 @pytest.mark.parametrize(
     ("family", "tensor"),
-    # gpt-oss has layers of experts on one device as well.
-    [("gemma3", 2), pytest.param("qwen3_moe", 1, marks=pytest.mark.slow), ("gpt_oss", 1)],
+    # gpt-oss has layers of both kinds, and experts.
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma3", 2), ("qwen3_moe", 1))), ("gpt_oss", 1)],
 )
 def test_so_it_does_where_weights_of_layers_are_arrays_of_their_own(family, tensor):
     engine = check_logprobs(family, tensor, apart=True)
@@ -93,7 +93,7 @@ def check_logprobs(family, tensor, *, replicas=1, temperature=1.0, **changes):
     return engine
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_on_a_cpu_an_engine_in_bfloat16_agrees_with_the_learner(family):
     """Both round what they multiply, and nothing else; a loop that carries weights in bfloat16 would widen them."""
     architecture, params, _ = recording.golden(family)

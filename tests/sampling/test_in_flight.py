@@ -79,7 +79,7 @@ def test_each_token_has_the_log_probability_of_the_weights_that_drew_it():
 
 def test_without_it_the_responses_are_waited_for():
     prefetch = Prefetch(THEN)
-    collected(tiny.rollouts(slots=6, window=2, open_prompts=12), NOW, tiny.params(), 0, prefetch=prefetch)
+    collected(tiny.rollouts(), NOW, tiny.params(), 0, prefetch=prefetch)
     assert prefetch.partial and not any(rollouts.begun for rollouts in prefetch.partial.values())
 
 
@@ -155,8 +155,6 @@ def test_draws_that_no_prompt_needs_are_cut_and_count_as_discarded():
         keep=strategies.keep_all, max_kept=None,
     )  # fmt: skip
     pools = tiny.collect_pools(in_flight(), strategy, prompts=[prompt], speculative=True)
-    cut = tiny.collect_pools(
-        tiny.rollouts(slots=6, window=2, open_prompts=12), strategy, prompts=[prompt], speculative=True
-    )
+    cut = tiny.collect_pools(tiny.rollouts(), strategy, prompts=[prompt], speculative=True)
     tiny.assert_same(tiny.samples(cut), tiny.samples(pools), prompts=[prompt])
     assert sum(pools[0].discarded) < sum(cut[0].discarded)

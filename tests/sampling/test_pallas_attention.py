@@ -152,7 +152,7 @@ def test_pages_in_int8(backend, sizes, monkeypatch):
 
 # Inside a page, a page exactly, past the middle of a block of 64 tokens, more than any slot has.
 @pytest.mark.parametrize("reach", [1, 9, 16, 33, 100, 10**6])
-@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES[0], pytest.param(SIZES[2], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("backend", ["jnp", *FUNCTIONS])
 def test_a_window_hides_what_lies_before_it(backend, sizes, reach):
     page_size, head_dim, heads, kv_heads, axes = sizes

@@ -119,4 +119,4 @@ def test_a_trajectory_has_those_of_all_its_turns():
 
 
 def test_each_replica_reports_its_own():
-    check(*collected("gpt_oss", mesh_lib.make_mesh(tensor=2, fsdp=2), slots=2)[:3])
+    check(*collected("qwen3_moe", mesh_lib.make_mesh(fsdp=2), slots=2)[:3])
