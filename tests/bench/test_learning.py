@@ -125,7 +125,19 @@ def test_each_algorithm_has_its_best_learning_rate(tmp_path, scripted, monkeypat
     assert set(updates) == {(learning.TRIAL_SEED, 66), (0, 100)}
 
 
-def test_an_algorithm_of_the_users_own_is_in_the_table(tmp_path, scripted, monkeypatch):
+def test_an_algorithm_of_the_users_own_is_in_the_table(tmp_path, scripted):
+    trained = []
+    scripted(lambda run, workdir: trained.append(run.entry), lambda workdir: HISTORIES["balance"][0])
+    flags_given = ("--seeds=1", "--task=cipher", "--own=pairs,strategy=mine.py:pairs", "--algorithms=grpo-4")
+    result = measured(tmp_path, *flags_given)
+    assert [entry.name for entry in trained] == list(result["cipher"]) == ["grpo-4", "pairs"]
+    assert trained[-1].overrides == {"strategy": "mine.py:pairs"}
+    page = (tmp_path / "learning.md").read_text()
+    assert [line.split("|")[1].strip() for line in page.splitlines()[4:6]] == ["grpo-4", "pairs"]
+
+
+@pytest.mark.slow  # the test above has its row; tests/training has runs with files of users
+def test_an_algorithm_of_the_users_own_is_trained(tmp_path, scripted, monkeypatch):
     """One file and one flag: it is trained, and has a row of its own. The built-in algorithm is scripted."""
     (tmp_path / "mine.py").write_text(
         "from reinforce_ada_jax.collection.strategies import fixed\n\n\ndef pairs(config):\n    return fixed(2)\n"
