@@ -15,8 +15,9 @@ from tests.policy.plain_attention import check_attention, in_parts, make_case
     ("length", "heads", "head_dim", "segmented", "axes"),
     [
         (240, (2, 1), 64, True, {}),
-        (240, (2, 2), 64, False, {}),
-        (640, (2, 1), 128, True, {}),  # five blocks of 128
+        # test_blocked_attention.py has rows without segments; parts of rows have several blocks.
+        pytest.param(240, (2, 2), 64, False, {}, marks=pytest.mark.slow),
+        pytest.param(640, (2, 1), 128, True, {}, marks=pytest.mark.slow),  # five blocks of 128
         (240, (4, 2), 16, True, dict(data=1, fsdp=2, tensor=2)),
     ],
 )
@@ -26,14 +27,16 @@ def test_equals_plain_attention(length, heads, head_dim, segmented, axes):
     check_attention(attend, arrays, segment_ids if segmented else None)
 
 
-@pytest.mark.parametrize("slides", [True, False])
+@pytest.mark.parametrize("slides", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_window_is_that_of_plain_attention(slides):
     arrays, segment_ids = make_case(240, 2, 1, 64)
     attend = functools.partial(splash_attention.attend, mesh=make_mesh(), interpret=True)
     check_attention(attend, arrays, segment_ids, 50, jnp.asarray(slides))
 
 
-@pytest.mark.parametrize(("slides", "axes"), [(None, {}), (True, dict(data=2, tensor=2))])
+@pytest.mark.parametrize(
+    ("slides", "axes"), [pytest.param(None, {}, marks=pytest.mark.slow), (True, dict(data=2, tensor=2))]
+)
 def test_sinks_are_those_of_plain_attention(slides, axes):
     arrays, segment_ids = make_case(240, 4, 2, 64, sinks=True)
     attend = functools.partial(splash_attention.attend, mesh=make_mesh(**axes), interpret=True)
@@ -44,7 +47,12 @@ def test_sinks_are_those_of_plain_attention(slides, axes):
 # Parts of 128 tokens and of 256, each a block.
 @pytest.mark.parametrize(
     ("axes", "segmented", "slides"),
-    [(dict(context=4), True, None), (dict(data=2, context=2, tensor=2), True, True), (dict(context=2), False, False)],
+    [
+        (dict(data=2, context=2, tensor=2), True, True),
+        # test_blocked_attention.py has these axes.
+        pytest.param(dict(context=4), True, None, marks=pytest.mark.slow),
+        pytest.param(dict(context=2), False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_parts_of_rows_see_all_of_the_row(axes, segmented, slides):
     arrays, segment_ids = make_case(512, 4, 2, 64)

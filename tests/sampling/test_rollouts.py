@@ -93,6 +93,7 @@ def test_replicas_share_the_prompts():
     assert rollouts.counts.tokens == tokens + rollouts.counts.redone and rollouts.counts.slot_steps % 3 == 0
 
 
+@pytest.mark.slow  # test_pallas_attention.py has wider pages; windows of 4 and 64 steps are above
 def test_wider_and_longer_pages_and_windows_of_a_step_change_nothing(monkeypatch):
     """As the kernels for TPU and GPU have pages for some head dims: here 13 numbers for heads of 8."""
     monkeypatch.setattr(state, "padded_head_dim", lambda head_dim, backend: 13)
@@ -173,6 +174,7 @@ def test_bfloat16_stays_near_the_float32_learner():
     assert gaps.mean() < 0.05 and gaps.max() < 0.5
 
 
+@pytest.mark.slow  # test_engine.py has weights in int8, test_chunks.py and test_routes.py keys and values
 def test_int8_stays_near_the_float32_learner():
     # 1/254 of an output's largest weight is the largest error of a weight, of which 16 to 64 are summed.
     # The same share of a head's largest number is that of a key or value.
@@ -269,7 +271,7 @@ def test_a_barrier_costs_time_and_nothing_else():
 
 def test_idle_slots_begin_the_next_iteration_under_its_own_addresses():
     """P16 and P17 belong to stream 1; what is drawn of them while P1, P4 and P5 are collected is not drawn again."""
-    rollouts, strategy, weights = tiny.rollouts(slots=8), strategies.fixed(tiny.DRAWS), tiny.params()
+    rollouts, strategy, weights = tiny.rollouts(), strategies.fixed(tiny.DRAWS), tiny.params()
     now, then, prefetch = tiny.PROMPTS[:3], tiny.PROMPTS[3:], Prefetch(tiny.PROMPTS[3:])
     sampling = SamplingParams(tiny.LIMIT)
     first = rollouts.sampler(weights, stream=0, prefetch_stream=1, policy_version=6, sampling=sampling)

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
@@ -86,9 +87,10 @@ def test_wrong_guesses_and_lost_slots_leave_nothing():
     check(*found)
 
 
-def test_a_window_ends_where_it_has_no_room_for_a_chunk():
-    *found, counts = collected("qwen3_moe", slots=4, window=1, prefill_tokens=2)
-    assert (counts.prefilled_tokens, counts.shared_tokens) == (20, 8)
+def test_a_window_of_each_replica_ends_where_it_has_no_room_for_a_chunk():
+    *found, counts = collected("qwen3_moe", mesh_lib.make_mesh(fsdp=2), slots=4, window=1, prefill_tokens=2)
+    # The prompts with the same beginning are in two replicas.
+    assert (counts.prefilled_tokens, counts.shared_tokens) == (28, 0)
     check(*found)
 
 
@@ -118,5 +120,6 @@ def test_a_trajectory_has_those_of_all_its_turns():
     check(architecture, params, pools, max_response_tokens=50)
 
 
+@pytest.mark.slow  # a test above has two replicas
 def test_each_replica_reports_its_own():
-    check(*collected("qwen3_moe", mesh_lib.make_mesh(fsdp=2), slots=2)[:3])
+    check(*collected("gpt_oss", mesh_lib.make_mesh(tensor=2, fsdp=2), slots=2)[:3])
