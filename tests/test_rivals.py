@@ -357,7 +357,13 @@ def test_all_are_trained():
     assert sorted(TRAINED) == sorted(file.stem for file in RIVALS.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", TRAINED)
+# A strategy with a selection, replacement prompts, labels of prompts, weights of groups. All rules are tried above.
+FAST = ("sgpo", "greso", "ar3po", "vip")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in TRAINED]
+)
 def test_an_iteration_is_trained(tmp_path: pathlib.Path, name):
     rates = itertools.cycle((0.0, 0.25, 0.5, 1.0))
     lines = [problem | {"pass_rate": rate} for problem, rate in zip(cipher.problems("train")[:16], rates, strict=False)]
@@ -367,8 +373,8 @@ def test_an_iteration_is_trained(tmp_path: pathlib.Path, name):
     }
     changes = {
         "iterations": 1, "data.prompts": str(tmp_path / "prompts.jsonl"), "logging.trackers": "",
-        "collection.samples_per_round": 4, "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
-        "evaluation.every": 0, "sampling.slots": 16,
+        "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4, "evaluation.every": 0,
+        "sampling.slots": 32,
     }  # fmt: skip
     assert train(tiny(**changes | files), tmp_path / "run").ending is Ending.FINISHED
     (line,) = writers.read_metrics(tmp_path / "run")

@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 
 from tests import running
 from tests.running import reproducible, restored, tiny
@@ -11,7 +12,7 @@ from tests.running import reproducible, restored, tiny
 SMALL = {
     "iterations": 2, "checkpoint.every": 0, "evaluation.every": 0, "logging.trackers": "", "logging.sampled_prompts": 8,
     "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4, "sampling.slots": 32,
-    "learning.responses_per_row": 2, "data.max_prompt_tokens": 24,
+    "learning.responses_per_row": 2,
 }  # fmt: skip
 
 
@@ -23,6 +24,7 @@ def run(workdir, **changes):
     return restored(workdir)[0], reproducible(workdir), drawn
 
 
+@pytest.mark.slow  # test_context.py has its learner, test_sharded_collection.py and test_rollouts.py its engine
 def test_a_run_with_cut_rows_is_that_with_whole_ones(tmp_path):
     whole, cut = run(tmp_path / "whole"), run(tmp_path / "cut", **{"mesh.context": 2})
     assert whole[2] == cut[2] and len(whole[2]) > 100
