@@ -328,7 +328,7 @@ def test_probabilities_by_hand():
     [
         ({"tokens": 8}, 4, 4),  # each token has its own score
         ({"logprob": np.log(0.9)}, 0.04, 1),  # (1 - 0.9)^2 instead of (1 - 0.5)^2
-        ({"advantages": [1.0] * 4}, 4, 1),
+        pytest.param({"advantages": [1.0] * 4}, 4, 1, marks=pytest.mark.slow),
         ({"verdicts": [True] * 20}, 1, 2.5),
     ],
 )

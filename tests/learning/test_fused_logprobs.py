@@ -318,7 +318,7 @@ def test_packed_equals_unpacked():
 @pytest.mark.parametrize("axes, tied, num_words, dtype, tolerance", [
     pytest.param(dict(tensor=8), True, 512, jnp.float32, 1e-5, marks=pytest.mark.slow),
     pytest.param(dict(data=2, fsdp=2, tensor=2), True, 512, jnp.float32, 1e-5, marks=pytest.mark.slow),
-    (dict(fsdp=4, tensor=2), False, 512, jnp.float32, 1e-5),
+    pytest.param(dict(fsdp=4, tensor=2), False, 512, jnp.float32, 1e-5, marks=pytest.mark.slow),
     (dict(data=2, tensor=4), True, 151_936, jnp.float32, 1e-5),
     (dict(data=2, fsdp=2, tensor=2), True, 512, jnp.bfloat16, 2e-2),
 ], ids=str)  # fmt: skip

@@ -164,6 +164,7 @@ def test_packed_equals_unpacked(options):
     assert_trees_close(gradient(packed), gradient(state), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # test_context.py has packed rows on eight devices
 def test_packed_rows_on_eight_devices_are_those_of_one():
     options = OPTIONS["everything"]
     rows = packed_from(with_reference(batch()))

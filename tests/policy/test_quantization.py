@@ -50,7 +50,7 @@ def test_a_product_is_that_with_the_rounded_matrix(dtype):
     np.testing.assert_allclose(np.asarray(product, np.float32), expected, rtol=1e-5 if dtype == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_quantised_policy_is_the_policy_of_its_rounded_matrices(tied):
     architecture = dataclasses.replace(tiny.ARCHITECTURE, tied_embedding=tied)
     weights = transformer.flatten(transformer.init(architecture, jax.random.key(2)))

@@ -120,6 +120,7 @@ def test_a_collection_that_is_broken_off_keeps_the_tokens_of_what_runs():
     assert rollouts.counts.tokens == sum(len(response.tokens) for response in samples.values()) - kept
 
 
+@pytest.mark.slow  # test_engine.py has the fewest pages, and the tests above have others
 def test_the_longest_response_goes_on_with_the_fewest_pages():
     """`config.least_pages`: 7 of 17 + 11 tokens, 8 of the prompt with its whole response, and the null page."""
     prompt, expected = tiny.PROMPTS[4], tiny.draw(tiny.rollouts(), prompts=THEN, stream=1)

@@ -165,7 +165,7 @@ def test_a_window_hides_what_lies_before_it(backend, sizes, reach):
 
 # Scores are within some 4: sinks that change nothing, decide with them, and take nearly all.
 @pytest.mark.parametrize("reach", [None, 33])
-@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[4]], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES[0], pytest.param(SIZES[4], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("backend", ["jnp", *FUNCTIONS])
 def test_sinks_are_in_the_denominator(backend, sizes, reach):
     *sizes, axes = sizes

@@ -67,6 +67,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(family, changes):
     assert counts.redone > 0 or "pages" not in changes
 
 
+@pytest.mark.slow  # it is about the test above
 def test_a_ring_that_is_too_small_is_noticed(monkeypatch):
     monkeypatch.setattr(rings, "ring_pages", lambda tokens, page_size: (tokens - 2) // page_size + 1)
     assert collected("mistral_window")[1] > 1e-2

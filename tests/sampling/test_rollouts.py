@@ -43,7 +43,7 @@ def for_all(*sizes) -> strategies.Strategy:
     return rounds_of({prompt.id: sizes for prompt in tiny.PROMPTS})
 
 
-# Of the fast tests those of turns have an engine of one slot, with the learner's log-probabilities.
+# SCARCE has three slots, and the engine of PAYING (test_drafts.py) two.
 ONE_SLOT = pytest.param(dict(slots=1, window=64), id="1 slot", marks=pytest.mark.slow)
 
 

@@ -94,6 +94,7 @@ def test_a_window_of_each_replica_ends_where_it_has_no_room_for_a_chunk():
     check(*found)
 
 
+@pytest.mark.slow  # records are exact in the tests above
 def test_replaying_takes_the_largest_differences_away():
     # Rounded keys and values: near a tie the sampler's routers choose what the learner's do not.
     architecture, params, pools, _ = collected("qwen3_moe", kv_dtype="int8")

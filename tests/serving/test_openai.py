@@ -487,6 +487,7 @@ def test_clients_that_hang_up_free_their_slots(server, stream):
     assert complete(client, temperature=0)["choices"][0]["text"] == "z1tU"
 
 
+@pytest.mark.slow  # tests above have a few clients at once, and some that hang up
 def test_two_hundred_clients_lose_nothing(server):
     """Half of them read streams; each gets what its seed gives to one client alone."""
     client, app = server

@@ -180,7 +180,7 @@ def test_a_script_of_public_calls(server, client):
 
 # Each loss is a program; tests/learning/test_adapter_learner.py has all of them, token by token.
 @pytest.mark.parametrize(
-    "loss", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("importance_sampling", "cispo"))]
+    "loss", [pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "importance_sampling", "cispo")]
 )
 def test_losses_are_those_of_the_formulas(client, loss):
     training, _ = trained(client)

@@ -143,7 +143,7 @@ def test_a_second_start_finds_the_dtype_that_the_first_chose(settings, whole):
     sft.dry_run(tiny(**settings), whole)
 
 
-@pytest.mark.parametrize("at", [3, 5])
+@pytest.mark.parametrize("at", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_with_the_same_bits(settings, whole, tmp_path, monkeypatch, capsys, at):
     """At 3 the evaluation is due and not done; at 5 the checkpoint is the last update's, made for the request."""
     workdir, iterate = tmp_path / "run", supervised.supervised_iteration
@@ -167,6 +167,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(settings, whole, tmp_path, m
     assert record == expected
 
 
+@pytest.mark.slow  # test_train_lora.py has runs with adapters, and their export
 def test_adapters_are_trained_alone(settings, tmp_path):
     workdir = tmp_path / "run"
     sft.main(tiny(**settings | {"lora.rank": 4, "learning.learning_rate": 1e-2, "sft.epochs": 1}), workdir, quiet=True)
