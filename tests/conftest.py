@@ -52,7 +52,7 @@ LONGEST = (
     "rewards/test_workers.py", "learning/test_context.py", "distributed/test_processes.py", "sampling/test_routes.py",
     "serving/test_tinker.py", "serving/test_openai.py", "training/test_loop.py", "rewards/test_code_objects.py",
     "policy/test_transformer.py", "training/test_sft.py", "sampling/test_pallas_attention.py", "sampling/test_turns.py",
-    "training/test_train_strategies.py", "bench/test_update.py", "training/test_draw_ahead.py", "test_mistakes.py",
+    "training/test_train_strategies.py", "training/test_draw_ahead.py", "test_mistakes.py",
     "training/test_checkpoint.py", "rewards/test_forged_verdicts.py", "learning/test_fused_logprobs.py",
     "sampling/test_rings.py", "policy/test_lora.py", "sampling/test_invariants.py", "evaluation/test_evaluate.py",
     "training/test_environments.py", "serving/test_serve.py", "test_docs.py", "test_rivals.py",

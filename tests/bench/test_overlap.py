@@ -1,8 +1,11 @@
 """Busy slots where one response of each iteration has twenty times the mean length."""
 
+import pytest
+
 from bench.overlap import Sizes, simulate
 
 
+@pytest.mark.slow  # a simulation of hours
 def test_responses_that_go_on_keep_the_slots_busy():
     sizes = Sizes(prompts=16, group_size=8, slots=16, mean_tokens=200, longest=20, iterations=6)
     alone, finished = simulate(sizes, "none", 0), simulate(sizes, "finish", 1)

@@ -240,6 +240,7 @@ def test_epsilon(tmp_path, capsys):
     assert 1 / 6 < ratio < 0.3
 
 
+@pytest.mark.slow  # its numbers are tried above; test_epsilon writes the files of a study
 def test_objectives_and_their_allocations(tmp_path, capsys):
     folder = tmp_path / "out"
     flag = ("--objective_epsilon=1e-9", "--samples_per_round=7", "--pass_rates=0.04,0.16,0.64", "--objective_k=2")
@@ -268,6 +269,7 @@ def markdown_tables(text: str) -> list[dict[str, list[str]]]:
     return tables
 
 
+@pytest.mark.slow  # its numbers are tried above; test_epsilon writes the files of a study
 def test_what_strategies_climb(tmp_path, capsys):
     folder = tmp_path / "out"
     flag = ("--pass_rates=0.1,0.5", f"--output={folder}")
@@ -308,6 +310,7 @@ def test_the_strategies_that_the_study_shows_are_allowed():
         assert entry.startswith(strategy_settings(entry, CollectionConfig()).strategy)
 
 
+@pytest.mark.slow  # its numbers are tried above; test_epsilon writes the files of a study
 def test_learning(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(studies, "UPDATES", (1, 4))
     monkeypatch.setattr(studies, "DRAWS", (1000, 4000))
