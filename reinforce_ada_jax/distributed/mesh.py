@@ -12,6 +12,7 @@ The learner cuts a row into as many parts as `context` has devices (`cut_rows`).
 attention reads the keys and values of the other parts (`all_parts`).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -117,31 +118,83 @@ def num_slices(mesh: Mesh) -> int:
     return mesh.shape.get(SLICE, 1)
 
 
-def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
+def split_meshes(
+    chosen: MeshConfig,
+    *,
+    at_once: bool = False,
+    devices: Sequence[Any] | None = None,  # of all processes; None: JAX's
+) -> tuple[Mesh, Mesh]:
     """Returns the meshes of the learner and of the sampler: one and the same, or, with `mesh.sampler`, disjoint ones.
 
-    The learner has the first devices. The sampler's replicas are along `data`, each of `mesh.tensor` devices. Raises
-    ValueError where there are fewer devices, or several processes.
+    In each process the learner has the first devices, and the sampler the next ones. The sampler's replicas are along
+    `data`, each of `mesh.tensor` devices. With `at_once` both sides run programs at the same time.
+
+    Raises:
+      ValueError: there are fewer devices; several processes do not have the same numbers of devices of each side, or
+        some would be left out; or the platform can't run both sides at once.
     """
+    devices = available_devices() if devices is None else devices
     if not chosen.sampler:
-        mesh = make_mesh(**chosen.axes, devices=None)
+        mesh = make_mesh(**chosen.axes, devices=devices)
         return mesh, mesh
-    devices, needed = available_devices(), chosen.learner + chosen.sampler
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"mesh.sampler is {chosen.sampler}, and the run has {jax.process_count()} processes: the devices of one "
-            "process can be split into a sampler's and a learner's, not yet those of several. Set mesh.sampler to "
-            "0, or use one process."
-        )
+    needed, sides = chosen.learner + chosen.sampler, f"{chosen.learner} + {chosen.sampler}"
+    total = f"mesh.data * mesh.fsdp * mesh.context * mesh.tensor + mesh.sampler = {sides} = {needed}"
     if needed > len(devices):
         raise ValueError(
-            f"mesh.data * mesh.fsdp * mesh.context * mesh.tensor + mesh.sampler = {chosen.learner} + {chosen.sampler} "
-            f"= {needed}, but there are {len(devices)} devices ({devices[0].platform}): lower one of them, or run "
+            f"{total}, but there are {len(devices)} devices ({devices[0].platform}): lower one of them, or run "
             "where there are more."
         )
-    learner = make_mesh(**chosen.axes, devices=devices[: chosen.learner])
-    replicas = chosen.sampler // chosen.tensor
-    return learner, make_mesh(data=replicas, tensor=chosen.tensor, devices=devices[chosen.learner : needed])
+    by_process = devices_of_processes(devices)
+    count, platform = len(by_process), devices[0].platform
+    if count > 1 and (needed != len(devices) or chosen.sampler % (count * chosen.tensor)):
+        raise ValueError(
+            f"{total}, over {count} processes of {len(by_process[0])} devices: the sum must be {len(devices)}, and "
+            f"mesh.sampler a multiple of {count} * mesh.tensor = {count * chosen.tensor}, because each process has "
+            "devices of both sides."
+        )
+    learners, samplers = chosen.learner // count, chosen.sampler // count
+    if at_once and platform == "cpu" and count > 1 and min(learners, samplers) > 1:
+        raise ValueError(
+            f"a process has {learners} CPU devices that learn and {samplers} that draw, and several processes share "
+            "the run: XLA runs one program of several CPU devices at a time, so that the two sides would wait for each "
+            "other forever. Leave one device of a process to one of the sides, or set collection.max_staleness to 0."
+        )
+    learner = make_mesh(**chosen.axes, devices=[device for own in by_process for device in own[:learners]])
+    samplers = [device for own in by_process for device in own[learners : learners + samplers]]
+    return learner, make_mesh(data=chosen.sampler // chosen.tensor, tensor=chosen.tensor, devices=samplers)
+
+
+def devices_of_processes(devices: Sequence[Any]) -> list[list[Any]]:
+    """Returns the devices of each process, in order."""
+    devices = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return [list(own) for _, own in itertools.groupby(devices, key=lambda device: device.process_index)]
+
+
+def whole_in_each_process(learner: Mesh) -> Mesh:
+    """Returns a mesh of the same devices on which the weights are whole in each process, and split inside of it.
+
+    They are split in as many parts as the learner's `fsdp` and `context` and a process's devices allow. In one process
+    this is the learner's own layout.
+    """
+    tensor, replicas = learner.shape["tensor"], learner.size // learner.shape["tensor"]
+    of_process = len(learner.local_devices) // tensor
+    fsdp = math.gcd(of_process, learner.shape["fsdp"] * learner.shape["context"])
+    return make_mesh(data=replicas // fsdp, fsdp=fsdp, tensor=tensor, devices=list(learner.devices.flat))
+
+
+def send(arrays: Any, shardings: Any) -> Any:
+    """Copies a tree of arrays, which each process has whole, to other devices of the same process."""
+
+    def copied(x: jax.Array, there: NamedSharding) -> jax.Array:
+        if not there.mesh.is_multi_process:
+            return jax.device_put(x, there)
+        assert isinstance(x.sharding, NamedSharding)
+        own, local = (NamedSharding(each.mesh.local_mesh, each.spec) for each in (x.sharding, there))
+        x = jax.make_array_from_single_device_arrays(x.shape, own, [shard.data for shard in x.addressable_shards])
+        sent = [shard.data for shard in jax.device_put(x, local).addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, there, sent)
+
+    return jax.tree.map(copied, arrays, shardings)
 
 
 def describe(mesh: Mesh) -> str:

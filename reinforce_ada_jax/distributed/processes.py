@@ -9,20 +9,23 @@ With one process nothing is sent and nothing is compiled.
 
 import collections
 import contextlib
+import functools
 import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed.mesh import devices_of_processes
 from reinforce_ada_jax.distributed.watchdog import NEWS_S, RESTART, TIMEOUT_S, UnreachableError, Watchdog
 
 # Bytes that `exchange` sends at a time. One size, so that one program serves every exchange of a run.
@@ -38,6 +41,7 @@ BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own, HOST:PORT: where process 0 l
 MESSAGES, POLL_MS = "reinforce_ada_jax/messages", 1_000  # a signal waits this long for `receive`
 
 _watchdog: Watchdog | None = None
+_num_samplers = 0  # devices of each process, the last ones, that only draw while the others learn; 0: it is not split
 _num_messages: collections.Counter[str] = collections.Counter()  # sent and received, by sender and receiver
 
 
@@ -161,23 +165,49 @@ def is_writer() -> bool:
     return index() == 0
 
 
-def exchange(payload: bytes) -> list[bytes]:
-    """Returns the payloads of all processes, in order; every process must call it."""
+def split_devices(num_samplers: int) -> None:
+    """Leaves the last devices of each process to its drawing thread; every process must call it.
+
+    Two threads launch programs in an order that differs between processes, so they must not share devices.
+    """
+    global _num_samplers  # noqa: PLW0603  (as `_watchdog`)
+    _num_samplers = num_samplers
+
+
+def exchange(payload: bytes, *, drawing: bool = False) -> list[bytes]:
+    """Returns the payloads of all processes, in order; every process must call it.
+
+    `drawing`: on the devices that draw, if some devices only draw; otherwise on those that learn.
+    """
     if count() == 1:
         return [payload]
-    sizes = (
-        multihost_utils.process_allgather(np.array([len(payload)], np.int64).view(np.int32))
-        .view(np.int64)[:, 0]
-        .tolist()
-    )
+    gather = _gatherer(_num_samplers, drawing)
+    sizes = gather(np.array([len(payload)], np.int64).view(np.int32)).view(np.int64)[:, 0].tolist()
     received = [bytearray() for _ in sizes]
     for start in range(0, max(sizes), CHUNK):
         chunk = np.zeros(CHUNK, np.uint8)
         part = np.frombuffer(payload[start : start + CHUNK], np.uint8)
         chunk[: len(part)] = part
-        for process, theirs in enumerate(multihost_utils.process_allgather(chunk)):
+        for process, theirs in enumerate(gather(chunk)):
             received[process] += theirs.tobytes()
     return [bytes(theirs[:size]) for theirs, size in zip(received, sizes, strict=True)]
+
+
+@functools.cache
+def _gatherer(num_samplers: int, drawing: bool) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns the function that exchanges arrays of one shape, [N]: it returns [processes, N]."""
+    by_process = devices_of_processes(jax.devices())
+    border = len(by_process[0]) - num_samplers
+    side = slice(border, None) if drawing and num_samplers else slice(border)
+    mesh = Mesh(np.array([own[side] for own in by_process]), ("processes", "local"))
+
+    rows = NamedSharding(mesh, PartitionSpec("processes"))
+    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def gathered(own: np.ndarray) -> np.ndarray:
+        return np.asarray(gather(jax.make_array_from_process_local_data(rows, own[None])).addressable_data(0))
+
+    return gathered
 
 
 def send(process: int, message: bytes) -> None:

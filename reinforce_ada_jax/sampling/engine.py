@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
-from reinforce_ada_jax.distributed.mesh import local_rows
+from reinforce_ada_jax.distributed.mesh import local_rows, send, whole_in_each_process
 from reinforce_ada_jax.policy import lora, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Declared, Params, nest, weight_shapes
@@ -113,7 +113,7 @@ class Engine:
         mesh: Mesh,
         learner_mesh: Mesh | None = None,
     ):
-        """Makes an engine on `mesh`, the devices of all processes of the run; `options` are those of each replica.
+        """Makes an engine on `mesh`, devices of all processes of the run; `options` are those of each replica.
 
         The learner may have other devices, on `learner_mesh`: `decode_weights` copies weights from there.
         """
@@ -131,7 +131,7 @@ class Engine:
         own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
         self.replicas = len(own) // mesh.shape["tensor"] if self.spans_processes else num_replicas(mesh)
         if learner_mesh is not None and self._is_split:
-            cast_shardings = learner_shardings(architecture, options, learner_mesh)
+            cast_shardings = learner_shardings(architecture, options, whole_in_each_process(learner_mesh))
         else:
             cast_shardings = weight_shardings(architecture, options, mesh)
         self._programs = make_programs(architecture, options, mesh, cast_shardings)
@@ -169,7 +169,8 @@ class Engine:
 
         All processes take part in that program, which also rounds to int8 and merges adapters into their weights where
         the options say so. Where the weights under adapters are laid out for decoding, only the adapters are copied.
-        Where the learner has other devices, its copy keeps the learner's layout, and is then sent to the engine's.
+        Where the learner has other devices, its copy keeps the learner's layout inside of each process, and each
+        process then sends it to its devices of the engine.
         """
         if self.decodes_from(params):
             return params
@@ -179,7 +180,7 @@ class Engine:
             return lora.adapted(base, self._programs.cast_adapters(adapters), self.options.adapters)
         params = self._programs.cast_weights(params)
         if self._is_split:
-            return jax.device_put(params, weight_shardings(self.architecture, self.options, self.mesh))
+            return send(params, weight_shardings(self.architecture, self.options, self.mesh))
         return params
 
     def abstract_copy(self, params: Params) -> Params | None:

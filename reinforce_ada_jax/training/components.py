@@ -305,7 +305,7 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
     if strategy is None:
         options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0)
     options = with_drafts(options, architecture, config.sampling.drafts, platform)
-    mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
+    mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh, at_once=strategy is not None and config.draws_ahead)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
     environments = Environments(config, tokenizer) if config.environment.path else None
     columns = functools.partial(reward_columns, config)

@@ -19,7 +19,11 @@ Drawn = TypeVar("Drawn")
 
 
 class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[Drawn]):
-    """Runs at most one collection at a time, in a thread; on exit it ends where it next asks whether to stop."""
+    """Runs at most one collection at a time, in a thread; on exit it ends where it next asks whether to stop.
+
+    A request to end breaks the collection off in the thread, which tells the other processes. So `take` has the same
+    outcome in all of them, whenever they learn of the request.
+    """
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="drawing")
@@ -27,15 +31,15 @@ class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[D
         self._drawing: Future[Drawn] | None = None
         self._phase = "collecting"
 
-    def begin(self, draw: Callable[[Stop], Drawn]) -> None:
-        """Starts a collection; the one before must have been taken. `wait` shows its phase."""
+    def begin(self, draw: Callable[[Stop], Drawn], stop: Stop) -> None:
+        """Starts a collection, which ends early if `stop` asks for it; the one before must have been taken."""
         assert self._drawing is None
-        self._drawing = self._pool.submit(draw, Stop(self._ended.is_set, self._show))
+        self._drawing = self._pool.submit(draw, Stop(lambda: self._ended.is_set() or stop.asked(), self._show))
 
     def wait(self, stop: Stop) -> None:
-        """Waits until the collection has ended; `take` then returns it, or raises its error."""
+        """Waits until the collection has ended, and shows its phase; `take` then returns it, or raises its error."""
         while self._drawing is not None and not self._drawing.done():
-            stop.check(self._phase)
+            stop.show(self._phase)
             wait([self._drawing], LOOK_EVERY_S)
 
     def take(self, stop: Stop) -> Drawn | None:

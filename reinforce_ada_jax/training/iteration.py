@@ -145,5 +145,5 @@ def _begin_next(run: Run, after: RunState) -> RunState:
     after = dataclasses.replace(after, sampler=run.rollouts.decode_weights(run.policy(after)))
     if after.iteration < run.config.iterations:
         source = dataclasses.replace(choose(run, after), reshard=run.rollouts.reshard)
-        run.ahead.begin(functools.partial(draw, run, source))
+        run.ahead.begin(functools.partial(draw, run, source), run.stop)
     return after

@@ -247,6 +247,8 @@ def save(run: Run, state: RunState) -> None:
     """Begins to write a checkpoint of a state; if the run has a bucket, the metrics are uploaded first."""
     if run.copy is not None:
         run.copy.upload()
+    if processes.count() > 1:  # Orbax synchronizes them by programs of all devices
+        run.ahead.wait(run.stop)
     record = to_record(state) | dict(run.identity)
     run.checkpoints.save(state.iteration, state.learner, record, state.evaluation, state.sampler)
 

@@ -150,7 +150,7 @@ def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple
         message = _COMPLETE + to_bytes(CollectedShard(pools, shard.prefetch.partial, dict(counts)))
     except Interrupted:
         message = _BROKEN_OFF + to_bytes(shard.broken_off)
-    messages = processes.exchange(message)
+    messages = processes.exchange(message, drawing=True)
     shards = [from_bytes(message[1:], job.prompts) for message in messages]
     if any(message.startswith(_BROKEN_OFF) for message in messages):
         for collected in shards:

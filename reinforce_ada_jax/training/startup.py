@@ -122,6 +122,8 @@ def start(
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     for what, text in {"the configurations": config_lib.to_json(inputs.given), **inputs.same}.items():
         processes.check_same(what, text)
+    if config.draws_ahead:
+        processes.split_devices(len(components.engine.mesh.local_devices))
 
     # 2. The work directory: no other training has it, and all processes see it.
     lock = WorkdirLock(workdir)

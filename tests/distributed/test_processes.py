@@ -16,6 +16,7 @@ import safetensors.numpy
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.collection.serialization import partial_from_text
+from reinforce_ada_jax.config import MeshConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
@@ -73,7 +74,7 @@ def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
     jax.tree.map(close, one, other)
     for name in ("estimator", "averages"):
         jax.tree.map(functools.partial(close, rtol=1e-5), record.pop(name), other_record.pop(name))
-    for name in ("config", "fingerprints"):  # the runs may have meshes of their own
+    for name in ("config", "fingerprints", "sampler_fingerprints"):  # the runs may have meshes of their own
         del record[name], other_record[name]
     assert record == other_record
     for line, other_line in zip(reproducible(first), reproducible(second), strict=True):
@@ -227,6 +228,102 @@ def test_both_end_and_resume(start, unbroken, tmp_path, victim, number, code):
         assert line["collection/tokens"] == other["collection/tokens"]
 
 
+# ---- some devices of each process draw while the others learn ----------------------------------------------------
+
+SPLIT = ("--config.mesh.fsdp=2", "--config.mesh.sampler=2")
+# A host that waits for another one launches windows without requests, by time.
+OF_TIME = {"collection/slot_utilisation", "collection/dispatches", "collection/waited_share"}
+
+
+def assert_same_bits(first: pathlib.Path, second: pathlib.Path) -> None:
+    """The same samples, weights and moments, to the last bit; the record has the sampler's weights as fingerprints."""
+    (one, record), (other, other_record) = restored(first), restored(second)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert record == other_record and record["sampler_fingerprints"]
+    assert samples(first) == samples(second)
+    for line, other_line in zip(reproducible(first), reproducible(second), strict=True):
+        assert line.keys() == other_line.keys()
+        assert {key for key in line if line[key] != other_line[key]} <= OF_TIME
+
+
+def kill_one(workdir, processes, victim, number=signal.SIGKILL) -> list[str]:
+    """Sends a signal to one process, after which the others end, too; returns what each of them said."""
+    processes[victim].send_signal(number)
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    lost = -signal.SIGKILL if number == signal.SIGKILL else RESTART
+    assert [process.returncode for process in processes] == [
+        lost if process is processes[victim] else RESTART for process in processes
+    ], said
+    return said
+
+
+@pytest.fixture(scope="module")
+def split(start, tmp_path_factory):
+    """Work directory of two processes, each with a device that learns and one that draws, which nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("split") / "run"
+    assert "2 updates each, while the next iteration is drawn" in finished(start(workdir, 2, *SPLIT, devices=4))[0]
+    return workdir
+
+
+def test_split_processes_make_the_run_of_one(start, split, tmp_path):
+    finished(start(tmp_path / "one", 1, *SPLIT, devices=4))
+    assert_same_run(tmp_path / "one", split)
+    lines = writers.read_metrics(split)
+    assert [line["collection/staleness_max"] for line in lines] == [0, 1, 1, 1]
+    assert {line["memory/reshard_bytes"] for line in lines} == {4 * 107_392}, "a whole copy on each sampler device"
+
+
+def test_split_processes_resume_with_the_same_bits(start, split, tmp_path):
+    processes = start(tmp_path / "run", 2, *SPLIT, devices=4)
+    until_iteration(tmp_path / "run", 2, processes)  # iteration 3 is drawn, while iteration 2 is saved
+    kill_one(tmp_path / "run", processes, 1)
+    finished(start(tmp_path / "run", 2, *SPLIT, devices=4))
+    assert_same_bits(split, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "mesh"),
+    [
+        (6, ("--config.mesh.fsdp=4", "--config.mesh.sampler=2")),  # the gathered copy is split over two learners
+        (6, ("--config.mesh.fsdp=2", "--config.mesh.sampler=4")),
+        (8, ("--config.mesh.fsdp=4", "--config.mesh.sampler=4", "--config.collection.max_staleness=0")),
+        (6, (*SPLIT, "--config.mesh.data=2", "--config.collection.strategy=dapo")),  # collects in several passes
+        (4, (*SPLIT, "--config.lora.rank=2")),
+    ],
+)
+def test_every_split_makes_the_run_of_one_process(start, tmp_path, devices, mesh):
+    for count in (1, 2):
+        finished(start(tmp_path / str(count), count, *mesh, devices=devices))
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_split_processes_end_at_random_moments(start, tmp_path, number):
+    flags = (*SPLIT, "--config.iterations=24")
+    finished(start(tmp_path / "whole", 2, *flags, devices=4))
+    moments, workdir = np.random.default_rng(number), tmp_path / "run"
+    for _ in range(4):
+        done = len(writers.read_metrics(workdir)) if workdir.exists() else 0
+        processes = start(workdir, 2, *flags, devices=4)
+        until_iteration(workdir, min(done + 2, 20), processes)
+        time.sleep(moments.uniform(0, 0.5))
+        said = kill_one(workdir, processes, int(moments.integers(2)), number)
+        assert number == signal.SIGKILL or all("goes on from there" in text for text in said), said
+    finished(start(workdir, 2, *flags, devices=4))
+    assert_same_bits(tmp_path / "whole", workdir)
+
+
+def test_two_sides_that_would_wait_for_each_other_are_refused(start, tmp_path):
+    sizes = ("--config.mesh.fsdp=4", "--config.mesh.sampler=4")
+    refused = start(tmp_path / "run", 2, *sizes, devices=8)
+    _, said = refused[0].communicate(timeout=60)
+    refused[1].communicate(timeout=60)
+    assert [process.returncode for process in refused] == [cli.BAD_INPUT] * 2
+    assert "the two sides would wait for each other forever" in said
+
+
 # ---- what is said where something is wrong -----------------------------------------------------------------------
 
 
@@ -368,3 +465,27 @@ def test_tensor_stays_within_a_process():
         mesh_lib.make_mesh(fsdp=4, devices=devices)
     with pytest.raises(ValueError, match=r"mesh.tensor a divisor of a process's devices"):
         mesh_lib.make_mesh(tensor=8, devices=devices)
+
+
+def test_each_process_has_devices_of_both_sides():
+    devices = [Device(process, number) for number, process in enumerate([0, 0, 1, 1, 0, 0, 1, 1])]
+    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=6, sampler=2), at_once=True, devices=devices)
+    assert [str(device) for device in learner.devices.flat] == ["0.0", "0.1", "0.4", "1.2", "1.3", "1.6"]
+    assert [str(device) for device in sampler.devices.flat] == ["0.5", "1.7"]
+    assert dict(sampler.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 1}
+    both = MeshConfig(fsdp=2, tensor=2, sampler=4)
+    learner, sampler = mesh_lib.split_meshes(both, devices=devices)
+    assert [str(device) for device in sampler.devices.flat] == ["0.4", "0.5", "1.6", "1.7"]
+    for wrong, said in (
+        (
+            MeshConfig(fsdp=5, sampler=3),
+            r"= 5 \+ 3 = 8, .* mesh.sampler a multiple of 2 \* mesh.tensor = 2, because each",
+        ),
+        (MeshConfig(fsdp=2, sampler=2), r"over 2 processes of 4 devices: the sum must be 8"),
+        (MeshConfig(data=3, tensor=2, sampler=2), r"mesh.sampler a multiple of 2 \* mesh.tensor = 4"),
+        (MeshConfig(fsdp=8, sampler=2), r"= 8 \+ 2 = 10, but there are 8 devices"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            mesh_lib.split_meshes(wrong, devices=devices)
+    with pytest.raises(ValueError, match="2 CPU devices that learn and 2 that draw, .*max_staleness to 0"):
+        mesh_lib.split_meshes(both, at_once=True, devices=devices)

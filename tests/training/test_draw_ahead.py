@@ -164,7 +164,7 @@ def test_an_evaluation_waits_for_the_engine(unbroken, tmp_path):
 def test_a_collection_is_taken_once():
     with DrawAhead() as ahead:
         assert ahead.take(Stop()) is None
-        ahead.begin(lambda stop: stop.check("collecting: 1/2") or 7)
+        ahead.begin(lambda stop: stop.check("collecting: 1/2") or 7, Stop())
         assert ahead.take(Stop()) == 7
         assert ahead.take(Stop()) is None
 
@@ -174,13 +174,43 @@ def test_a_fault_of_a_collection_shows_where_it_is_taken():
         raise RuntimeError("no grader")
 
     with DrawAhead() as ahead:
-        ahead.begin(fail)
+        ahead.begin(fail, Stop())
         ahead.wait(Stop())
         with pytest.raises(RuntimeError, match="no grader"):
             ahead.take(Stop())
 
 
 def test_a_run_that_is_asked_to_end_does_not_wait_for_the_collection():
+    # The thread asks, and its outcome counts: over several processes that is the outcome of all.
+    asked, ended = threading.Event(), threading.Event()
+
+    def draw(stop):
+        try:
+            while True:
+                stop.check("collecting: 0/2")
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    with DrawAhead() as ahead:
+        ahead.begin(draw, Stop(asked.is_set))
+        asked.set()
+        with pytest.raises(Interrupted):
+            ahead.take(Stop())
+    assert ended.is_set()
+
+
+def test_a_collection_that_has_ended_is_taken_in_spite_of_a_request_to_end():
+    # Another process may detect the request later, when it has gone on to the updates.
+    asked = threading.Event()
+    with DrawAhead() as ahead:
+        ahead.begin(lambda stop: 7, Stop(asked.is_set))
+        ahead.wait(Stop())
+        asked.set()
+        assert ahead.take(Stop(asked.is_set)) == 7
+
+
+def test_a_collection_ends_with_the_run():
     ended = threading.Event()
 
     def draw(stop):
@@ -190,9 +220,8 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_the_collection():
                 time.sleep(0.01)
         ended.set()
 
-    with pytest.raises(Interrupted), DrawAhead() as ahead:
-        ahead.begin(draw)
-        ahead.take(Stop(asked=lambda: True))
+    with DrawAhead() as ahead:
+        ahead.begin(draw, Stop())
     assert ended.is_set()
 
 

@@ -33,7 +33,8 @@ class Processes:
     def index(self) -> int:
         return self.own.index
 
-    def exchange(self, payload: bytes) -> list[bytes]:
+    def exchange(self, payload: bytes, *, drawing: bool) -> list[bytes]:
+        assert drawing, "in a thread, it must not meet the learner's exchanges"
         self.told[self.index()] = payload
         self.barrier.wait()
         told = list(self.told)
