@@ -15,7 +15,7 @@ attention reads the keys and values of the other parts (`all_parts`).
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +189,7 @@ def send(arrays: Any, shardings: Any) -> Any:
         if not there.mesh.is_multi_process:
             return jax.device_put(x, there)
         assert isinstance(x.sharding, NamedSharding)
-        own, local = (NamedSharding(each.mesh.local_mesh, each.spec) for each in (x.sharding, there))
+        own, local = (NamedSharding(cast(Mesh, each.mesh.local_mesh), each.spec) for each in (x.sharding, there))
         x = jax.make_array_from_single_device_arrays(x.shape, own, [shard.data for shard in x.addressable_shards])
         sent = [shard.data for shard in jax.device_put(x, local).addressable_shards]
         return jax.make_array_from_single_device_arrays(x.shape, there, sent)

@@ -364,8 +364,9 @@ class Checkpoints:
             arrays = read()
         except Exception as error:  # Orbax and TensorStore raise many kinds for a broken file
             broken = error
-        if processes.any_of(records.is_of_machine(broken)):
-            reason = first_line(broken) if broken else "another process can't read it"
+        fault = records.fault_of_machine(broken)
+        if processes.any_of(fault is not None):
+            reason = first_line(fault or broken) if broken else "another process can't read it"
             raise records.unread(self.folder, iteration, reason) from broken
         if processes.any_of(broken is not None):
             what = "its arrays can't be read: files are missing, cut short or changed"

@@ -28,11 +28,18 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def is_of_machine(error: BaseException | None) -> bool:
-    """Returns True if a file could not be read for a reason that says nothing about it."""
-    if isinstance(error, OSError):
-        return error.errno in _ERRNOS
-    return isinstance(error, MemoryError) or any(status in str(error) for status in _STATUSES)
+def fault_of_machine(error: BaseException | None) -> BaseException | None:
+    """Returns the error itself, or that behind it, which says nothing about the file that could not be read; or None.
+
+    Orbax raises some errors of TensorStore from ones of its own, which say only where it read.
+    """
+    while error is not None:
+        if isinstance(error, OSError):
+            return error if error.errno in _ERRNOS else None
+        if isinstance(error, MemoryError) or any(status in str(error) for status in _STATUSES):
+            return error
+        error = error.__cause__
+    return None
 
 
 def unread(folder: AnyPath, iteration: int, reason: str) -> ValueError:
@@ -78,7 +85,7 @@ def read(folder: AnyPath, iteration: int) -> dict[str, Any]:
     except BucketError:  # the checkpoint may be whole
         raise
     except _UNREADABLE as error:
-        if is_of_machine(error):
+        if fault_of_machine(error) is not None:
             raise unread(folder, iteration, first_line(error)) from error
         raise damaged(folder, iteration, f"its record can't be read ({first_line(error)})") from error
     if checksum(record) != expected:

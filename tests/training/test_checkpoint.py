@@ -166,9 +166,15 @@ def test_a_machine_without_free_files_is_not_damage(copied, learner, free):
     assert not said and sorted(file.name for file in (copied / "checkpoints").iterdir()) == ["1", "2", "3"]
 
 
-def test_a_device_without_memory_is_not_damage(copied, learner, monkeypatch):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_device_without_memory_is_not_damage(copied, learner, monkeypatch, wrapped):
+    """Also where Orbax raises an error of its own from it."""
+
     def full(*arguments, **keywords):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.")
+        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.")
+        if wrapped:
+            raise Exception("Encountered error while reading array index: (slice(0, 2, 1),).") from error
+        raise error
 
     monkeypatch.setattr(ocp.CheckpointManager, "restore", full)
     with pytest.raises(ValueError, match="iteration 3 .*Out of memory.* It may be whole"):
