@@ -48,7 +48,7 @@ def open_programs() -> pathlib.Path:
     if _is_running(owner):
         folder = PROGRAMS.with_name(f"programs-{os.getpid()}")
     elif owner or sum(file.stat().st_size for file in PROGRAMS.rglob("*") if file.is_file()) > MAX_BYTES:
-        shutil.rmtree(PROGRAMS)
+        shutil.rmtree(PROGRAMS, ignore_errors=True)  # another session may empty it as well
     folder.mkdir(parents=True, exist_ok=True)
     (folder / IN_USE.name).write_text(str(os.getpid()))
     os.environ[CHOSEN] = str(folder)
