@@ -448,7 +448,9 @@ class MeshConfig:
     """Devices along each axis of the mesh."""
 
     data: int = setting(
-        1, "Devices that each have a copy of the weights; over several TPU slices a multiple of them.", values.MANY
+        1,
+        "Devices that each have a copy of the weights; over several TPU slices a multiple of their number.",
+        values.MANY,
     )
     fsdp: int = setting(
         1, "Devices that share weights and optimiser state.", values.MANY, rule="updates_are_whole_micro_batches"

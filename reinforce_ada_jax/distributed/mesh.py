@@ -4,9 +4,9 @@ Mesh axes are `data` (rows only), `fsdp` (rows, and weights along the model axis
 weights along the model axis) and `tensor` (heads, feed-forward or experts, vocabulary). Every weight declares its
 logical axes where it is declared (`policy/layers.py`); nothing else decides where an array lives.
 
-A mesh over several TPU slices has an axis `slice` more, the outermost one. Between slices the network is slow: each
-has a copy of the weights and its share of the rows, and learns from them on its own (`on_each_slice`) until an update
-sums the gradients of all.
+A mesh over several TPU slices has one axis more, `slice`, the outermost one. The network between slices is slow. So
+each slice has a copy of the weights and a share of the rows, and computes alone (`on_each_slice`) until an update sums
+the gradients of all slices.
 
 The learner cuts a row into as many parts as `context` has devices (`cut_rows`). A part is computed as a row is; only
 attention reads the keys and values of the other parts (`all_parts`).
@@ -30,8 +30,8 @@ SLICE = "slice"  # in front of the others, on meshes over several slices alone
 EXTRAS = {"cuda": "cuda12", "gpu": "cuda12", "tpu": "tpu"}
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
-    "batch": (SLICE, "data", "fsdp"),
-    "rows": ("data", "fsdp"),  # of a slice
+    "batch": (SLICE, "data", "fsdp"),  # rows of all slices
+    "rows": ("data", "fsdp"),  # rows of one slice
     "parts": ("context", "data", "fsdp"),  # of rows, as `cut_rows` orders them
     "layers": None,
     "embed": ("fsdp", "context"),
@@ -74,7 +74,8 @@ def make_mesh(
     """Returns a mesh of exactly data * fsdp * context * tensor devices (the first of `devices`, or of all of JAX's).
 
     Devices of one process are neighbours; `tensor`, the innermost axis, and so a decode replica, is in one process.
-    `data` goes over all of the `slices`, equal parts of the devices; None: those that the devices say.
+    `data` goes over all slices, which are equal parts of the devices; `slices` is their number (None: as the devices
+    say).
 
     Raises:
       ValueError: there are fewer devices; with several processes, some would be left out or `tensor` span them; or
@@ -100,7 +101,7 @@ def make_mesh(
     if data % slices:
         raise ValueError(
             f"mesh.data is {data}, and the devices are {slices} slices: weights and products are split inside of a "
-            f"slice, and only copies lie on several. Make mesh.data a multiple of {slices}."
+            f"slice, and each slice has a copy. Make mesh.data a multiple of {slices}."
         )
     shape = data // slices, fsdp, context, tensor
     if slices == 1:

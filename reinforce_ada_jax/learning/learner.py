@@ -268,9 +268,7 @@ class Learner:
             return jax.lax.fori_loop(*bounds, one, scored)
 
         whole, by_row = PartitionSpec(), PartitionSpec(None, mesh_lib.SLICE)
-        scores = mesh_lib.on_each_slice(
-            loop, self.mesh, in_specs=(by_row, whole, by_row, whole), out_specs=by_row
-        )  # fmt: skip
+        scores = mesh_lib.on_each_slice(loop, self.mesh, in_specs=(by_row, whole, by_row, whole), out_specs=by_row)
         params = params if layers is None else params | layers
         return scores(scored, params, batch, loop_bounds(batch, first, self._scores_per_program))
 

@@ -305,7 +305,7 @@ class UpdatePrograms:
         metric_weights: Float[Array, "M B R"],
         of_update: tuple[loss_lib.Counts, Version | None, tuple[Any, Int[Array, ""]]],
     ) -> Sums:
-        """Adds the micro-batches within bounds; of several slices, one's part of their rows to its own sums."""
+        """Adds the micro-batches within the bounds; each slice adds its part of their rows to its own sums."""
         (params, layers), (counts, policy_version, bounds) = weights, of_update
         gradient, read = jax.grad(self._loss_fn, has_aux=True), params if layers is None else params | layers
         has_slices = mesh_lib.num_slices(self._mesh) > 1
@@ -351,7 +351,7 @@ class UpdatePrograms:
         )  # fmt: skip
 
     def _over_slices(self, sums: Sums) -> Sums:
-        """Adds up the sums of slices."""
+        """Returns the sums over all slices."""
         total = jax.tree.map(lambda x: x.sum(0), sums)
         gradients = jax.lax.with_sharding_constraint(total.gradients, self._param_shardings)
         gap = total.gap and total.gap._replace(largest=sums.gap.largest.max())

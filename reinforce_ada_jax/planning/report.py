@@ -82,7 +82,7 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
     if slices > 1:
         size = mesh_lib.shard_bytes(run.state.params)
         topology = f"{slices} x {topology}"
-        between = f"\nbetween  slices: in an update {_gib(size)} GiB of gradients of each device are summed once"
+        between = f"\nbetween  slices: an update sums {_gib(size)} GiB of gradients of each device, once"
     update = run.learner.update
     chain = f", {update.micro_batches_per_program} in a program" if update.is_chain(run.batch) else ""
     if run.learner.lora is not None:

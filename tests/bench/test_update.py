@@ -12,8 +12,6 @@ from bench import command_line, models, options, update, workloads
 from bench.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.policy import huggingface, transformer
 
-pytestmark = pytest.mark.slow  # two processes that compile; test_packing.py and test_left_out.py have such updates
-
 ARCHITECTURE = models.smallest()
 SIZES = ("--rows=6", "--micro_batches=2", "--prompt_tokens=3", "--response_tokens=13", "--repeat=2", "--layers=3")
 

@@ -65,7 +65,7 @@ def test_devices_that_are_slices_need_as_many_copies():
         make_mesh(fsdp=8, devices=devices)
 
 
-def test_each_slice_has_whole_copies_of_weights():
+def test_slices_are_equal_parts_of_the_devices_in_order():
     mesh = make_mesh(data=4, tensor=2, slices=2)
     assert dict(mesh.shape) == {"slice": 2, "data": 2, "fsdp": 1, "context": 1, "tensor": 2}
     numbers = np.vectorize(lambda device: device.id)(mesh.devices)

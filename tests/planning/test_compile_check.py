@@ -455,6 +455,24 @@ def test_a_window_is_one_program_of_all_hosts(tmp_path):
 
 
 @needs_libtpu
+def test_two_slices_have_a_copy_each(tmp_path):
+    sizes = "--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"
+    result = run(tmp_path, "--topology=v5e:2x2", "--slices=2", "--json", *sizes)
+    assert result.returncode == 0, result.stderr
+    assert "2 x v5e:2x2, 8 devices" in result.stderr and "mesh slice 2 x data 1 x fsdp 2 x tensor 2" in result.stderr
+    assert "between  slices: an update sums" in result.stderr
+    assert [outcome["fits"] for outcome in json.loads(result.stdout)] == [True] * 3
+    refused = run(tmp_path, "--topology=v5e:2x2", "--slices=2", "--config.mesh.fsdp=4", "--config.mesh.tensor=2")
+    assert refused.returncode == cli.BAD_INPUT and "Make mesh.data a multiple of 2." in refused.stderr
+
+
+def test_a_host_with_gpus_has_no_slices(tmp_path):
+    refused = run(tmp_path, "--topology=h100:8", "--slices=2", "--config.mesh.fsdp=8")
+    assert refused.returncode == cli.BAD_INPUT
+    assert "--slices=2 counts slices of TPUs, and --topology=h100:8 is a host with GPUs." in refused.stderr
+
+
+@needs_libtpu
 def test_a_slice_that_is_too_small(tmp_path):
     result = run(tmp_path, "--topology=v5e:1x1", "--config.sampling.pages=2000000", "--json")
     assert result.returncode == cli.STOPPED, result.stderr

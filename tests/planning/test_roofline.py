@@ -110,8 +110,7 @@ def test_learner_call_of_adapters():
     assert roofline.optimizer_call(TIED, adapted) == ProgramCost(0, 7 * 20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [8, 0])
+@pytest.mark.parametrize("rank", [pytest.param(8, marks=pytest.mark.slow), 0])
 def test_no_device_repeats_the_work_of_another(rank):
     """By the compiler's count. Were it left to the compiler where activations live, eight devices would do 1.26 times
     as much to score and 1.23 times as much to update: attention over all rows on every device."""
