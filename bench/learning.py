@@ -7,6 +7,9 @@ docs/maze.md. Every run is `train`, in a process and a work directory of its own
 continues, and a finished run is not repeated. Every algorithm has a run before any has two. Seconds are those of
 collecting and updating, compilation included; compare them within one command on an idle machine.
 
+Below its table each task has what `simulate` states of the methods before a run, beside their outcome
+(bench/predictions.py). Methods that choose prompts are left out there: they change the pass rates that they meet.
+
 With several --learning_rates each algorithm gets the one that is best on the task at the middle budget of tokens, by
 a run with a seed that is not reported (`TRIAL_SEED`).
 """
@@ -25,8 +28,10 @@ import numpy as np
 from absl import flags
 from scipy.special import stdtrit
 
-from bench import command_line
+from bench import command_line, predictions
+from bench.predictions import measured_rates
 from reinforce_ada_jax.analysis.tables import markdown
+from reinforce_ada_jax.config import resolve
 from reinforce_ada_jax.reporting import plotting
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
 from reinforce_ada_jax.reporting.panels import Curve, Panel
@@ -313,6 +318,26 @@ def table(task: Task, result: dict[str, Any]) -> str:
     return markdown(header, rows)
 
 
+def prediction_table(
+    name: str, result: dict[str, Any], histories: dict[str, list[History]], folder: pathlib.Path
+) -> str:
+    """Returns predictions beside outcomes of a task's methods, as Markdown; "" where all choose prompts."""
+    task = TASKS[name]
+    configs = {entry: resolve(runs[0].config) for entry, runs in histories.items()}
+    sections = {entry: each.collection for entry, each in configs.items() if each.collection.selection == "shuffled"}
+    if not sections:
+        return ""
+    prompts = next(iter(configs.values())).data.prompts
+    rates = measured_rates(task.config, {"data.prompts": prompts, **task.settings}, folder / name)
+    at_budget = {entry: result[entry]["avg_at_tokens"][f"{task.budgets[1]:.0f}"] for entry in sections}
+    return predictions.table(
+        {entry: predictions.predicted(section, rates) for entry, section in sections.items()},
+        histories,
+        {entry: math.nan if found is None else found[0] for entry, found in at_budget.items()},
+        f"avg@{task.samples} at {task.budgets[1] / 1000:,.0f}k tokens",
+    )
+
+
 def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) -> None:
     """Draws held-out accuracy against updates, tokens and seconds of training: the mean, and the range over seeds."""
     if len(histories) > plotting.MOST_NAMED:
@@ -385,7 +410,9 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
         }
         result[name] = summary(TASKS[name], histories)
         figure(TASKS[name], histories, folder / name)
+        beside = prediction_table(name, result[name], histories, folder)
         tables.append(f"## {name}\n\n{table(TASKS[name], result[name])}\n")
+        tables += [f"### Predicted and measured\n\n{beside}\n"] if beside else []
     (folder / "learning.md").write_text("\n".join(tables))
     print("\n".join(tables), flush=True)
     return result

@@ -20,6 +20,7 @@ def history(tokens_per_update: int, last: float) -> History:
     evaluation = Accuracy(evaluated, tokens_per_update * evaluated, evaluated / 200 * last, np.zeros(3))
     curves = {"heldout": {"pass": {100.0: {1: 0.0, 16: 0.1}, 200.0: {1: last, 16: 1.0}}}}
     metrics = {"collection/entropy": np.linspace(2.0, 0.01, 200)}
+    metrics |= {f"collection/{name}": np.ones(200) for name in ("draws_mean", "zero_signal_share")}
     config = {"learning": {"learning_rate": 2e-3}}
     return History(
         "run", 16, updates, tokens, updates, metrics, {"heldout": evaluation}, curves, config, pathlib.Path("run")
@@ -76,7 +77,11 @@ def measured(folder, *arguments):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """scripted(train, load): what a measurement does in place of training a run, and of reading what it left."""
+    """scripted(train, load): what a measurement does in place of training a run, and of reading what it left.
+
+    Pass rates are not measured.
+    """
+    monkeypatch.setattr(learning, "measured_rates", lambda *_: np.array([0.1, 0.5]))
 
     def put(train, load):
         monkeypatch.setattr(learning, "train", train)
@@ -102,6 +107,22 @@ def test_every_run_is_trained_and_drawn(tmp_path, scripted):
     for name in result:
         assert f"## {name}\n\n{learning.table(learning.TASKS[name], result[name])}\n" in page
         assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}.svg").exists()
+
+
+def test_predictions_are_beside_outcomes(tmp_path, scripted):
+    """A method that chooses prompts meets other pass rates than those measured, so it has no prediction."""
+
+    def load(workdir):
+        collection = {"selection": "proportional"} if workdir.name.startswith("dapo") else {"strategy": "ngu"}
+        return dataclasses.replace(
+            history(320, 0.8), config={"learning": {"learning_rate": 1.0}, "collection": collection}
+        )
+
+    scripted(lambda *_: None, load)
+    measured(tmp_path, "--seeds=1", "--task=cipher", "--algorithms=ngu,dapo", "--learning_rates=1")
+    beside = (tmp_path / "learning.md").read_text().split("### Predicted and measured\n\n")[1]
+    assert [line.split("|")[1].strip() for line in beside.splitlines()[2:]] == ["ngu"]
+    assert "avg@16 at 46k tokens" in beside
 
 
 def test_each_algorithm_has_its_best_learning_rate(tmp_path, scripted, monkeypatch):

@@ -1,0 +1,137 @@
+"""What `simulate` states of methods before a run, beside what their runs did: a part of `bench.learning`."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.stats import spearmanr
+
+from reinforce_ada_jax.analysis.enumeration import binomial, expectations
+from reinforce_ada_jax.analysis.tables import markdown
+from reinforce_ada_jax.config import CollectionConfig
+from reinforce_ada_jax.reporting.history import History
+
+SAMPLES = 16  # responses that measure the pass rate of a problem
+FIRST = 10  # updates whose draws are compared: later ones have other pass rates
+PROMPTS = 512  # of the fitted distribution of pass rates
+GRID = 1.0 / (1.0 + np.exp(-np.linspace(-9.0, 9.0, 181)))
+EM_STEPS = 2_000
+BASE = "grpo-8"  # progress is relative to that of this method, or of the first one
+
+
+def fitted_rates(histogram: Int[np.ndarray, " K"]) -> Float[np.ndarray, " P"]:
+    """Returns pass rates of PROMPTS prompts, distributed as those of the problems, by maximum likelihood.
+
+    `histogram[k]` is the number of problems with k correct responses of K - 1. Observed shares themselves are no pass
+    rates: of the problems with a pass rate of 0.05, 44 % have no correct response of 16. The distribution is one on
+    GRID, found by expectation maximisation.
+    """
+    likelihood = binomial(len(histogram) - 1, GRID)
+    weights = np.full(len(GRID), 1.0 / len(GRID))
+    for _ in range(EM_STEPS):
+        weights *= (histogram / (likelihood @ weights)) @ likelihood / histogram.sum()
+    ranks = (np.arange(PROMPTS) + 0.5) / PROMPTS
+    return GRID[np.searchsorted(np.cumsum(weights) / weights.sum(), ranks)]
+
+
+def measured_rates(config: str, settings: Mapping[str, Any], folder: pathlib.Path) -> Float[np.ndarray, " P"]:
+    """Returns the fitted pass rates of a configuration's model on its problems; `folder` keeps the measurement.
+
+    `settings` are others than the configuration's, and `data.prompts`, the problems.
+
+    Raises:
+      RuntimeError: `prepare` failed; the message has the end of its output.
+    """
+    manifest = folder / "problems.manifest.json"
+    if not manifest.exists():
+        prompts = settings["data.prompts"]
+        command = [
+            sys.executable, "-m", "reinforce_ada_jax.prepare", f"--config={config}", f"--input={prompts}",
+            f"--output={folder}/problems.jsonl", f"--samples={SAMPLES}", "--max_pass_rate=1",
+            *(f"--config.{key}={value}" for key, value in settings.items()),
+        ]  # fmt: skip
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise RuntimeError(f"prepare ended with code {result.returncode}:\n{result.stderr[-2000:]}")
+    return fitted_rates(np.array(json.loads(manifest.read_text())["histogram"]))
+
+
+class Prediction(NamedTuple):
+    """Means over prompts; progress is that of the best step for each draw, in units that all methods share."""
+
+    draws: float  # responses a prompt
+    zero_signal: float  # share of prompts without a gradient
+    progress: float  # of the mean of p
+    progress_log: float  # of the mean of log p
+
+
+def predicted(section: CollectionConfig, rates: Float[np.ndarray, " P"]) -> Prediction:
+    """Returns what a method does with prompts of these pass rates, in a policy with one logit for each prompt.
+
+    There a step eta raises the mean of f(p) by eta E[g] . grad f - eta^2 E[g^2] / 2, if all methods meet the same
+    curvature. The best eta gives (E[g] . grad f)^2 / (2 E[g^2]), with sums over prompts.
+    """
+    found = expectations(section, rates)
+    slope = rates * (1.0 - rates)  # grad p
+    mean = np.nan_to_num(found.signal) * slope
+    squares = float((np.square(mean) * (1.0 + np.where(mean == 0.0, 0.0, found.variance))).sum())
+    cost = max(squares, 1e-300) * found.draws.sum()
+    progress, progress_log = (float((mean @ gradient) ** 2 / cost) for gradient in (slope, 1.0 - rates))
+    return Prediction(float(found.draws.mean()), float(found.zero_signal.mean()), progress, progress_log)
+
+
+def measured(histories: Sequence[History]) -> tuple[float, float]:
+    """Returns responses a prompt and the share of prompts without a gradient, in the first updates of the runs."""
+    keys = "collection/draws_mean", "collection/zero_signal_share"
+    draws, zero = (float(np.mean([run.metrics[key][run.updates <= FIRST] for run in histories])) for key in keys)
+    return draws, zero
+
+
+def table(
+    predictions: Mapping[str, Prediction],
+    histories: Mapping[str, Sequence[History]],
+    outcomes: Mapping[str, float],
+    outcome: str,
+) -> str:
+    """Returns predictions beside outcomes as a Markdown table, best outcome first, and how well both agree.
+
+    Args:
+      predictions: of the methods whose draws depend on pass rates alone.
+      histories: runs of each method.
+      outcomes: the mean result of each method; nan where it has none.
+      outcome: what that result is, for the header.
+    """
+    base = predictions.get(BASE, next(iter(predictions.values())))
+    rows = []
+    for name in sorted(predictions, key=lambda name: -np.nan_to_num(outcomes[name])):
+        each, (draws, zero) = predictions[name], measured(histories[name])
+        rows.append([
+            name, f"{each.draws:.2f}", f"{draws:.2f}", f"{each.zero_signal:.2f}", f"{zero:.2f}",
+            f"{each.progress / base.progress:.2f}", f"{each.progress_log / base.progress_log:.2f}",
+            "not reached" if math.isnan(outcomes[name]) else f"{outcomes[name]:.3f}",
+        ])  # fmt: skip
+    first = f"first {FIRST} updates"
+    header = [
+        "", "draws a prompt, predicted", first, "zero signal, predicted", first, "progress of p a draw, predicted",
+        "of log p", outcome,
+    ]  # fmt: skip
+    text = markdown(header, rows)
+    reached = [name for name in predictions if not math.isnan(outcomes[name])]
+    if len(reached) < 3:
+        return text
+    ranks = (
+        spearmanr([getattr(predictions[name], key) for name in reached], [outcomes[name] for name in reached]).statistic
+        for key in ("progress", "progress_log")
+    )
+    by_p, by_log = (f"{rank:.2f}" for rank in ranks)
+    return (
+        f"{text}\n\nRank correlation with the outcome, {len(reached)} methods: progress of p {by_p}, of log p {by_log}."
+    )
