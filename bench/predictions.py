@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.stats import spearmanr
 
-from reinforce_ada_jax.analysis.enumeration import binomial, expectations
+from reinforce_ada_jax.analysis.enumeration import binomial, expectations, progress
 from reinforce_ada_jax.analysis.tables import markdown
 from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.reporting.history import History
@@ -65,7 +65,7 @@ def measured_rates(config: str, settings: Mapping[str, Any], folder: pathlib.Pat
 
 
 class Prediction(NamedTuple):
-    """Means over prompts; progress is that of the best step for each draw, in units that all methods share."""
+    """Means over prompts, and what `analysis.enumeration.progress` returns."""
 
     draws: float  # responses a prompt
     zero_signal: float  # share of prompts without a gradient
@@ -74,18 +74,9 @@ class Prediction(NamedTuple):
 
 
 def predicted(section: CollectionConfig, rates: Float[np.ndarray, " P"]) -> Prediction:
-    """Returns what a method does with prompts of these pass rates, in a policy with one logit for each prompt.
-
-    There a step eta raises the mean of f(p) by eta E[g] . grad f - eta^2 E[g^2] / 2, if all methods meet the same
-    curvature. The best eta gives (E[g] . grad f)^2 / (2 E[g^2]), with sums over prompts.
-    """
+    """Returns what a method does with prompts of these pass rates."""
     found = expectations(section, rates)
-    slope = rates * (1.0 - rates)  # grad p
-    mean = np.nan_to_num(found.signal) * slope
-    squares = float((np.square(mean) * (1.0 + np.where(mean == 0.0, 0.0, found.variance))).sum())
-    cost = max(squares, 1e-300) * found.draws.sum()
-    progress, progress_log = (float((mean @ gradient) ** 2 / cost) for gradient in (slope, 1.0 - rates))
-    return Prediction(float(found.draws.mean()), float(found.zero_signal.mean()), progress, progress_log)
+    return Prediction(float(found.draws.mean()), float(found.zero_signal.mean()), *progress(found))
 
 
 def measured(histories: Sequence[History]) -> tuple[float, float]:

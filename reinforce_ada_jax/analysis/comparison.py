@@ -1,13 +1,14 @@
 """Strategies side by side: their expectations at each pass rate, and the cost of one pass over a prompt set."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from reinforce_ada_jax.analysis.enumeration import Expectations, expectations
+from reinforce_ada_jax.analysis.enumeration import Expectations, expectations, progress
 from reinforce_ada_jax.analysis.inputs import Inputs
 from reinforce_ada_jax.analysis.tables import number, rate_panel, rate_table, table, write
 from reinforce_ada_jax.collection import strategies
@@ -56,18 +57,26 @@ def _print_expectations(inputs: Inputs, found: Mapping[str, Expectations]) -> No
 def _prompt_set(
     sections: Mapping[str, CollectionConfig], rates: Float[np.ndarray, " N"], tokens: int | None
 ) -> dict[str, Any]:
-    """Prints and returns what one pass over a prompt set costs and gives, in all and by tenths of the pass rate."""
+    """Prints and returns what one pass over a prompt set costs and gives, in all and by tenths of the pass rate.
+
+    Progress is relative to that of the first strategy.
+    """
     tenth = np.minimum((rates * 10).astype(int), 9)
     counts = np.bincount(tenth, minlength=10)
     header = ["all prompts", "draws", "draws a prompt", "unmet", "zero signal", "rows", "draws a row"]
+    header += ["progress of p a draw", "of log p"]
     rows, by_bin = [], {"prompts": [f"{count:,}" for count in counts]}
+    first: tuple[float, float] | None = None
     result: dict[str, Any] = {"prompts": len(rates), "bins": counts}
     for entry, section in sections.items():
         found = expectations(section, rates)
         total, kept = float(found.draws.sum()), found.rows * len(rates)
+        first, own = first or progress(found), progress(found)
+        of_p, of_log = (now / base if base else math.nan for now, base in zip(own, first, strict=True))
         summary: dict[str, Any] = {
             "draws": total, "draws_per_prompt": total / len(rates), "unmet": float(found.unmet.mean()),
             "zero_signal": float(found.zero_signal.mean()), "rows": kept, "draws_per_row": total / max(kept, 1e-12),
+            "progress": of_p, "progress_log": of_log,
         }  # fmt: skip
         if tokens:
             summary["tokens"] = total * tokens

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.analysis import enumeration
-from reinforce_ada_jax.analysis.enumeration import expectations
+from reinforce_ada_jax.analysis.enumeration import expectations, progress
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.simulate import run_strategy
@@ -509,3 +509,32 @@ def test_a_strategy_without_end(monkeypatch):
 def test_what_is_no_pass_rate(rates):
     with pytest.raises(ValueError, match=r"pass rates must be numbers in \[0, 1\]"):
         expectations(config("grpo"), rates)
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_progress_of_two_draws_by_hand(p):
+    """Two draws differ with probability q = 2 p (1 - p), and then g is a constant: E[g]^2 / E[g^2] = q."""
+    section = config("grpo", group_size=2)
+    of_p, of_log = progress(expectations(section, np.full(7, p)))
+    q, num_draws = 2 * p * (1 - p), 2
+    assert of_p == pytest.approx(q * (p * (1 - p)) ** 2 / (2 * num_draws))
+    assert of_log == pytest.approx(q * (1 - p) ** 2 / (2 * num_draws))
+
+
+def test_progress_follows_from_prompts_that_teach():
+    """Prompts that nobody or everybody solves add nothing but their draws; with no other ones there is no progress."""
+    section = config("positive", objective="log", samples_per_round=1)
+    some, more, none = (expectations(section, rates) for rates in ([0.3, 0.6], [0.3, 0.6, 0.0, 1.0], [0.0, 1.0]))
+    assert more.draws[2:].tolist() == [4.0, 1.0]
+    for one, other in zip(progress(some), progress(more), strict=True):
+        assert one * some.draws.sum() == pytest.approx(other * more.draws.sum())
+    assert progress(none) == (0.0, 0.0)
+
+
+def test_progress_does_not_depend_on_the_scale_of_advantages():
+    section = config("estimate", objective="log")
+    found = expectations(section, np.linspace(0.1, 0.9, 9))
+    assert progress(dataclasses.replace(found, signal=3.0 * found.signal)) == pytest.approx(progress(found))

@@ -1,5 +1,6 @@
 """The command `simulate`: its tables against closed forms, its files, and what it says of a user's mistakes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import cli, simulate
-from reinforce_ada_jax.analysis.enumeration import expectations
+from reinforce_ada_jax.analysis.enumeration import expectations, progress
 from reinforce_ada_jax.analysis.inputs import strategy_settings
 from reinforce_ada_jax.config import CollectionConfig
 from tests.running import ROOT, environment
@@ -170,6 +171,11 @@ def test_a_prompt_set(prompt_file, tmp_path, capsys):
     )
     assert found["grpo"]["zero_signal"] == pytest.approx((1 + 0.95**4 + 0.05**4 + 2 / 16 + 1) / 4)
     assert lines_after(shown, "all prompts")[0][:3] == ["grpo", "16.00", "4.00"]
+    # Relative to the first strategy, by the same formula.
+    assert found["grpo"]["progress"] == found["grpo"]["progress_log"] == 1.0
+    sections = [dataclasses.replace(CollectionConfig(), strategy=name) for name in ("positive", "grpo")]
+    own, first = (progress(expectations(section, np.array([0.0, 0.05, 0.5, 1.0]))) for section in sections)
+    assert [positive["progress"], positive["progress_log"]] == pytest.approx([own[0] / first[0], own[1] / first[1]])
 
 
 @pytest.mark.parametrize(
