@@ -1,4 +1,4 @@
-"""What `simulate` states of methods before a run, beside what their runs did: a part of `bench.learning`."""
+"""Compares what `simulate` states of methods before a run with what their runs did: a part of `bench.learning`."""
 
 import json
 import math
@@ -118,11 +118,10 @@ def table(
     reached = [name for name in predictions if not math.isnan(outcomes[name])]
     if len(reached) < 3:
         return text
-    ranks = (
-        spearmanr([getattr(predictions[name], key) for name in reached], [outcomes[name] for name in reached]).statistic
-        for key in ("progress", "progress_log")
-    )
-    by_p, by_log = (f"{rank:.2f}" for rank in ranks)
+    reached_by = [outcomes[name] for name in reached]
+    keys = "progress", "progress_log"
+    correlations = (spearmanr([getattr(predictions[name], key) for name in reached], reached_by)[0] for key in keys)
+    by_p, by_log = (f"{rank:.2f}" for rank in correlations)
     return (
         f"{text}\n\nRank correlation with the outcome, {len(reached)} methods: progress of p {by_p}, of log p {by_log}."
     )
