@@ -20,7 +20,7 @@ from reinforce_ada_jax.environments.episode import ROLES, Message
 from reinforce_ada_jax.isolation import workers as workers_lib
 from reinforce_ada_jax.isolation.child import Child
 from reinforce_ada_jax.isolation.messages import Malformed
-from reinforce_ada_jax.isolation.workers import MAX_TRIES, CannotStart, Lost, Program, Worker
+from reinforce_ada_jax.isolation.workers import CannotStart, Lost, Program, Worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +136,8 @@ class EnvironmentPool:
         """Returns the answer to the newest turn of an episode, which keeps it, or to `reset` where it has none."""
         num_ended = len(self._over[worker])
         ended = [self._over[worker].popleft() for _ in range(num_ended)]
-        num_losses = 0
-        while True:
-            process = worker.start()
+
+        def request(process: Child) -> tuple[dict[str, Any], float]:
             repeat = bool(episode.turns) and episode.process is not process
             turns = episode.turns if repeat else episode.turns[-1:]
             message = {
@@ -146,16 +145,15 @@ class EnvironmentPool:
                 "address": list(episode.address), "first": list(episode.first), "turns": turns, "over": ended,
                 "output": str(self.program.output or ""),
             }  # fmt: skip
-            try:
-                reply = worker.ask(process, message, self._timeout_s * max(1, len(turns)), _read)
-            except Lost as lost:
-                num_losses += 1
-                if lost.is_innocent and num_losses < MAX_TRIES:
-                    continue
-                return self.failed(lost.reason, str(lost))
-            if isinstance(reply, str):
-                return self.failed("error", reply)
-            if reply.messages and episode.turns:
-                episode.process = process
-                episode.turns[-1] = episode.turns[-1][0], reply.messages
-            return reply
+            return message, self._timeout_s * max(1, len(turns))
+
+        try:
+            reply = worker.ask_again(request, _read)
+        except Lost as lost:
+            return self.failed(lost.reason, str(lost))
+        if isinstance(reply, str):
+            return self.failed("error", reply)
+        if reply.messages and episode.turns:
+            episode.process = worker.child
+            episode.turns[-1] = episode.turns[-1][0], reply.messages
+        return reply

@@ -187,6 +187,23 @@ class Worker:
         self._program.num_failed = self._program.num_killed = 0
         return result
 
+    def ask_again(
+        self, request: Callable[[child.Child], tuple[Mapping[str, Any], float]], read: Callable[[Mapping[str, Any]], _T]
+    ) -> _T:
+        """Returns what `ask` does; a request that is innocent of a loss is asked again, a few times at most.
+
+        `request` returns the message for a process, and the time limit of its answer.
+        """
+        num_losses = 0
+        while True:
+            process = self.start()
+            try:
+                return self.ask(process, *request(process), read)
+            except Lost as lost:
+                num_losses += 1
+                if not lost.is_innocent or num_losses == MAX_TRIES:
+                    raise
+
     def _end(self, *, kill: bool = False) -> int | None:
         """Ends the process; returns its exit code, None if it had to be killed."""
         ended, self.child, self.ready = self.child, None, None

@@ -3,7 +3,7 @@
 The processes of `isolation.workers` run `rewards.worker`, as Math-Verify needs a main thread.
 """
 
-import contextlib
+import collections
 import copy
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from reinforce_ada_jax.isolation import workers as workers_lib
-from reinforce_ada_jax.isolation.workers import MAX_TRIES, CannotStart, Lost, Program, Worker
+from reinforce_ada_jax.isolation.workers import CannotStart, Lost, Program, Worker
 from reinforce_ada_jax.rewards import dialects, grading, loading, protocol
 from reinforce_ada_jax.rewards.loading import GradeFn, Made
 from reinforce_ada_jax.types import Verdict
@@ -194,57 +194,48 @@ class VerifierPool:
         return {"grader": index, "response": pair[0], "answer": pair[1], "columns": columns}
 
     def _grade_all(self, requests: list[dict[str, Any]]) -> list[Verdict]:
-        waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        waiting = collections.deque(range(len(requests)))
         outcomes: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
-        for item in range(len(requests)):
-            waiting.put(item)
         verdicts: dict[int, Verdict] = {}
-        num_losses = [0] * len(requests)
         try:
             for worker in self._workers:
                 worker.thread.submit(self._grade_waiting, worker, requests, waiting, outcomes)
             while len(verdicts) < len(requests):
                 item, outcome = outcomes.get()
-                if isinstance(outcome, Lost):
-                    num_losses[item] += 1
-                    if outcome.is_innocent and num_losses[item] < MAX_TRIES:
-                        waiting.put(item)
-                        continue
-                    outcome = Verdict(False, 0.0, outcome.reason), f"{self._program.loads}: {outcome}"
-                elif isinstance(outcome, BaseException):
+                if isinstance(outcome, BaseException):
                     raise outcome
                 verdicts[item], failure = outcome
                 self.failure = self.failure or failure
         except BaseException:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    waiting.get_nowait()
+            waiting.clear()
             for worker in self._workers:
                 worker.interrupt()  # its pair is in flight, and the next call must not wait for it
             raise
-        finally:
-            for _ in self._workers:
-                waiting.put(None)
         return [verdicts[item] for item in range(len(requests))]
 
     def _grade_waiting(
         self,
         worker: Worker,
         requests: Sequence[Mapping[str, Any]],
-        waiting: "queue.SimpleQueue[int | None]",
+        waiting: collections.deque[int],
         outcomes: "queue.SimpleQueue[tuple[int, _Outcome]]",
     ) -> None:
-        """Grades items of `requests` that wait, until it gets None; in the thread of a worker."""
+        """Grades items of `requests` while some wait; in the thread of a worker."""
         try:
-            # The process is ready before an item is taken: meanwhile another worker may take it.
-            while (process := worker.start()) and (item := waiting.get()) is not None:
+            while worker.start():  # the process is ready before an item is taken: meanwhile another worker may take it
                 try:
-                    request, limit_s = requests[item], self._time_limit_s
-                    outcomes.put((item, worker.ask(process, request, limit_s, protocol.verdict_from_json)))
-                except Lost as lost:
-                    outcomes.put((item, lost))
+                    item = waiting.popleft()
+                except IndexError:
+                    return
+                outcomes.put((item, self._graded(worker, requests[item])))
         except BaseException as error:
             outcomes.put((0, error))
+
+    def _graded(self, worker: Worker, request: Mapping[str, Any]) -> tuple[Verdict, str]:
+        try:
+            return worker.ask_again(lambda _: (request, self._time_limit_s), protocol.verdict_from_json)
+        except Lost as lost:
+            return Verdict(False, 0.0, lost.reason), f"{self._program.loads}: {lost}"
 
     def _grade_here(self, pairs: list[Pair], grader: str) -> list[Verdict]:
         graded_by = dialects.adapt(self._graders[grader])
