@@ -15,11 +15,12 @@ import numpy as np
 
 from reinforce_ada_jax.environments import tools as tools_lib
 from reinforce_ada_jax.environments.tool_calls import parse_calls
+from reinforce_ada_jax.isolation.child import Misuse
 
 Message = dict[str, str]
 
 
-class Invalid(Exception):
+class Invalid(Misuse):
     """An environment returned a value that is not allowed."""
 
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,21 +18,7 @@ from reinforce_ada_jax.environments import loading
 from reinforce_ada_jax.environments.episode import Episode, Invalid, schemas_of
 from reinforce_ada_jax.isolation import child, messages
 
-MAX_LINE = 500  # characters of the line that says why there is no environment
 MAX_REPLY = messages.MAX_MESSAGE_BYTES - 1_000  # bytes of the messages of a reply
-
-
-def _one_line(error: BaseException) -> str:
-    if isinstance(error, Invalid):
-        return str(error)
-    return " ".join(traceback.format_exception_only(error)[-1].split())
-
-
-def _failure(error: BaseException) -> str:
-    """Returns the exception in one line, and below it the frames of the user's file."""
-    ours = os.path.dirname(__file__)
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
-    return "\n".join([_one_line(error), *traceback.format_list(frames)]).rstrip()[: child.MAX_TEXT]
 
 
 class Worker:
@@ -64,7 +49,7 @@ class Worker:
             reply = self._new(request).messages if is_reset else self._step(request)
         except BaseException as error:  # an environment that calls sys.exit has failed
             self._episodes.pop(request["key"] or "", None)
-            return {"failure": _failure(error)}
+            return {"failure": child.described(error)[: child.MAX_TEXT]}
         if isinstance(reply, float):
             del self._episodes[request["key"]]
             return {"reward": reply}
@@ -107,7 +92,7 @@ def main() -> None:
     def limit_s(request: Mapping[str, Any]) -> float:
         return float(timeout_s) * (1 + len(request["turns"]))
 
-    child.serve(int(descriptor), load, limit_s, lambda error: _one_line(error)[:MAX_LINE])
+    child.serve(int(descriptor), load, limit_s)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Child process with one socket to its parent: its start and end, its limits, and the loop that answers requests."""
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ ADDRESS_SPACE_BYTES = 4 * 2**30
 # SIGALRM needs no interpreter, so it also ends C code that never returns. (PR_SET_PDEATHSIG would be sooner, but it
 # fires when the *thread* that started the process ends, and would kill the workers of a pool made in a thread.)
 ORPHAN_GRACE_S = 5.0
-MAX_TEXT = 8_000  # characters of a traceback
+MAX_LINE, MAX_TEXT = 600, 8_000  # characters of the text of an exception, and of a traceback
 Answer = Callable[[dict[str, Any]], Mapping[str, Any]]
 _ENVIRONMENT = {
     # A child that imports jax must not claim the accelerator that the parent trains on.
@@ -38,6 +39,30 @@ _ENVIRONMENT = {
     "SYMPY_GROUND_TYPES": "python",
     "MPMATH_NOGMPY": "1",
 }
+
+
+class Misuse(Exception):
+    """Mistake of a user's code in what it asks for or returns; the text says where, and is for its author."""
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the exception and its innermost frame outside of this package and the import system."""
+    if isinstance(error, Misuse):
+        return " ".join(str(error).split())[:MAX_LINE]
+    frames = _user_frames(error)
+    text = " ".join(traceback.format_exception_only(error)[-1].split())[:MAX_LINE]
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
+
+
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    inner = ("<frozen", os.path.dirname(os.path.dirname(__file__)), os.path.dirname(importlib.__file__))
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inner)]
+
+
+def described(error: BaseException) -> str:
+    """Returns the exception in one line, and below it the lines of the traceback that are the user's."""
+    frames = [] if isinstance(error, Misuse) else _user_frames(error)
+    return "\n".join([one_line(error), *traceback.format_list(frames)]).rstrip()
 
 
 class Child:
@@ -118,14 +143,13 @@ def serve(
     descriptor: int,
     load: Callable[[], tuple[Mapping[str, Any], Answer]],
     limit_s: Callable[[Mapping[str, Any]], float],
-    one_line: Callable[[BaseException], str],
 ) -> None:
     """Answers the requests of the parent in a confined process below a supervisor, until the parent closes the socket.
 
     Args:
       descriptor: of the socket.
       load: returns what the parent is told in addition to {"ready": true}, and the function that answers. Where it
-        fails, the parent gets the error in `one_line`, with its traceback.
+        fails, the parent gets the error in one line, with its traceback.
       limit_s: returns the time after which the parent kills this process if a request has no answer.
     """
     process_tree.supervise(descriptor)

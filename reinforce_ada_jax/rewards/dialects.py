@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from reinforce_ada_jax.isolation.child import Misuse
 from reinforce_ada_jax.types import Verdict
 
 # The column with the model's input: a text, or messages. With messages, completions are messages too, as in TRL.
@@ -28,7 +29,7 @@ Reward = float | Verdict | None
 RewardFn = Callable[[str, str, Columns], Reward]
 
 
-class InvalidReward(Exception):
+class InvalidReward(Misuse):
     """A function can't be called with a problem's columns, or its result is no reward; the text is for its author."""
 
 

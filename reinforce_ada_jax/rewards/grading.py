@@ -3,19 +3,16 @@
 Both a worker and a pool without workers grade with this. `dialects` calls the functions.
 """
 
-import importlib
 import logging
-import os
-import traceback
 from collections.abc import Callable, Sequence
 
+from reinforce_ada_jax.isolation import child
 from reinforce_ada_jax.rewards import dialects
-from reinforce_ada_jax.rewards.dialects import Columns, InvalidReward, RewardFn
+from reinforce_ada_jax.rewards.dialects import Columns, RewardFn
 from reinforce_ada_jax.types import Verdict
 
 # Grades one response: (response, answer, columns) -> the verdict, and why the grading failed, or "".
 Grader = Callable[[str, str, Columns], tuple[Verdict, str]]
-_MAX_LINE = 600
 
 
 def _verdict(reward: dialects.Reward) -> Verdict:
@@ -48,28 +45,6 @@ def weighted(names: Sequence[str], functions: Sequence[RewardFn], weights: Seque
     return grade
 
 
-def one_line(error: BaseException) -> str:
-    """Returns the exception and its innermost frame outside of this package and the import system."""
-    if isinstance(error, InvalidReward):  # names the place itself
-        return " ".join(str(error).split())[:_MAX_LINE]
-    frames = _user_frames(error)
-    text = " ".join(traceback.format_exception_only(error)[-1].split())[:_MAX_LINE]
-    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
-
-
-def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    inner = ("<frozen", os.path.dirname(os.path.dirname(__file__)), os.path.dirname(importlib.__file__))
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inner)]
-
-
-def _failure(error: BaseException) -> str:
-    """Returns the exception in one line, and below it the lines of the traceback that are the user's."""
-    frames = _user_frames(error)
-    if isinstance(error, InvalidReward) or not frames:
-        return one_line(error)
-    return "\n".join([one_line(error), "".join(traceback.format_list(frames)).rstrip()])
-
-
 def guarded(grade: RewardFn, caught: type[BaseException], *, log: bool = True) -> Grader:
     """Returns a grader whose verdict has reason "error" where `grade` raises `caught` or returns no finite reward.
 
@@ -87,6 +62,6 @@ def guarded(grade: RewardFn, caught: type[BaseException], *, log: bool = True) -
                     "Grading failed. Further failures of this process are counted, not logged."
                 )
                 logged = True
-            return Verdict(False, 0.0, "error"), _failure(error)
+            return Verdict(False, 0.0, "error"), child.described(error)
 
     return graded

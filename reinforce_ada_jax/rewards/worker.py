@@ -35,7 +35,7 @@ def main() -> None:
 
         return {}, answer
 
-    child.serve(int(descriptor), load, lambda request: float(time_limit_s), grading.one_line)
+    child.serve(int(descriptor), load, lambda request: float(time_limit_s))
 
 
 if __name__ == "__main__":
