@@ -11,11 +11,10 @@ All may be `async`. The columns of a problem are given to further parameters tha
 """
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from reinforce_ada_jax.isolation.child import Misuse
@@ -27,6 +26,7 @@ Columns = Mapping[str, Any]
 # The reward of a response, None where it does not apply to it, or a whole verdict.
 Reward = float | Verdict | None
 RewardFn = Callable[[str, str, Columns], Reward]
+Arguments = Callable[[str, str, Columns], dict[str, Any]]
 
 
 class InvalidReward(Misuse):
@@ -122,11 +122,19 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
+def _by_name(parameters: Mapping[str, inspect.Parameter]) -> tuple[Arguments, Callable[[Any], Reward]] | None:
+    """Returns the arguments of a function that takes them by name, and how to read its result; None for another one."""
+    if "completions" in parameters:
+        return _batch_arguments, _batch_value
+    if "solution_str" in parameters:
+        return _verl_arguments, _verl_value
+    return (_openai_arguments, number) if list(parameters) == ["sample", "item"] else None
+
+
 def takes_columns(function: Callable[..., Any]) -> bool:
     """Returns True if a function may look at more than (response, answer)."""
     parameters = _parameters(function)
-    known = "completions" in parameters or "solution_str" in parameters or list(parameters) == ["sample", "item"]
-    return known or len(parameters) > 2
+    return _by_name(parameters) is not None or len(parameters) > 2
 
 
 def adapt(function: Callable[..., Any]) -> RewardFn:
@@ -136,59 +144,36 @@ def adapt(function: Callable[..., Any]) -> RewardFn:
       TypeError: it can't be called in any of these ways.
     """
     parameters = _parameters(function)
-    if "completions" in parameters:
-        return _by_keywords(function, parameters, _batch_arguments, _batch_value)
-    if "solution_str" in parameters:
-        return _by_keywords(function, parameters, _verl_arguments, _verl_value)
-    if list(parameters) == ["sample", "item"]:
-        return _by_keywords(function, parameters, _openai_arguments, number)
-    return _by_position(function, parameters)
+    by_name = _by_name(parameters)
+    if by_name is None:
+        _check_takes_texts(function, parameters)
+        parameters, texts = dict(list(parameters.items())[2:]), list(parameters)[:2]  # the texts may have any names
 
-
-def _by_keywords(
-    function: Callable[..., Any],
-    parameters: Mapping[str, inspect.Parameter],
-    arguments: Callable[[str, str, Columns], dict[str, Any]],
-    convert: Callable[[Any], Reward],
-) -> RewardFn:
     def call(response: str, answer: str, columns: Columns) -> Reward:
-        with _named(function):
-            keywords = _keywords(parameters, arguments(response, answer, columns))
-            return convert(_finished(function(**keywords)))
-
-    return call
-
-
-def _by_position(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> RewardFn:
-    if parameters:
-        signature = inspect.signature(function)
         try:
-            signature.bind_partial("response", "answer")
-        except TypeError as error:
-            raise TypeError(
-                f"takes {signature}, and is called with (response, answer); it may also be a function of "
-                "completions (TRL, tunix), of solution_str (verl) or of (sample, item) (OpenAI)"
-            ) from error
-    further = dict(list(parameters.items())[2:])  # after (response, answer), which may have any names
-    texts = parameters.keys() - further.keys()
-
-    def call(response: str, answer: str, columns: Columns) -> Reward:
-        with _named(function):
-            keywords = _keywords(further, {name: value for name, value in columns.items() if name not in texts})
+            if by_name is not None:
+                arguments, read = by_name
+                keywords = _keywords(parameters, arguments(response, answer, columns))
+                return read(_finished(function(**keywords)))
+            keywords = _keywords(parameters, {name: value for name, value in columns.items() if name not in texts})
             return _own_value(_finished(function(response, answer, **keywords)))
+        except InvalidReward as error:  # its traceback has no line of the function
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            place = repr(function) if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
+            raise InvalidReward(f"{error} ({place})") from None
 
     return call
 
 
-@contextlib.contextmanager
-def _named(function: Callable[..., Any]) -> Iterator[None]:
-    """Adds the place of the function to an InvalidReward, whose traceback has none of its lines."""
+def _check_takes_texts(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
     try:
-        yield
-    except InvalidReward as error:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        place = repr(function) if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
-        raise InvalidReward(f"{error} ({place})") from None
+        if parameters:
+            inspect.signature(function).bind_partial("response", "answer")
+    except TypeError as error:
+        raise TypeError(
+            f"takes {inspect.signature(function)}, and is called with (response, answer); it may also be a function of "
+            "completions (TRL, tunix), of solution_str (verl) or of (sample, item) (OpenAI)"
+        ) from error
 
 
 @functools.cache

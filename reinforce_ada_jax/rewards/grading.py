@@ -35,8 +35,7 @@ def weighted(names: Sequence[str], functions: Sequence[RewardFn], weights: Seque
         rewards = {name: float(verdict.reward) for name, verdict in verdicts.items()}
         if not verdicts:
             return _verdict(None)
-        weight_of = dict(zip(names, weights, strict=True))
-        total = sum(weight_of[name] * reward for name, reward in rewards.items())
+        total = sum(weight * rewards[name] for name, weight in zip(names, weights, strict=True) if name in rewards)
         reason = next((verdict.reason for verdict in verdicts.values() if verdict.reason), "")
         alone = len(names) == 1 and weights[0] == 1.0
         correct = next(iter(verdicts.values())).correct if alone else total >= 1.0
