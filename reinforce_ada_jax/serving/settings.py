@@ -11,7 +11,9 @@ from reinforce_ada_jax.config.settings import setting
 from reinforce_ada_jax.config.values import Allowed
 
 if TYPE_CHECKING:
-    from reinforce_ada_jax.sampling.state import SamplingParams
+    import numpy as np
+
+    from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 
 
 # Flags of some interfaces only, by their heading in `--help`.
@@ -164,6 +166,25 @@ class ServerSettings:
     def address(self) -> str:
         """The host as gRPC writes it: an IPv6 address is in brackets."""
         return f"[{self.host}]" if ":" in self.host else self.host
+
+
+def check_max_tokens(max_tokens: int, options: "EngineOptions") -> None:
+    if not 1 <= max_tokens <= options.max_response_tokens:
+        raise ValueError(
+            f"max_tokens is {max_tokens}; it must be 1 to {options.max_response_tokens:,}. For longer responses start "
+            "the server with a larger --max_response_tokens."
+        )
+
+
+def check_prompt(tokens: "np.ndarray", options: "EngineOptions", vocab_size: int) -> None:
+    if not 1 <= len(tokens) <= options.max_prompt_tokens:
+        raise ValueError(
+            f"the prompt has {len(tokens):,} tokens, this server takes 1 to {options.max_prompt_tokens:,}: send a "
+            "shorter one, or start the server with a larger --max_prompt_tokens."
+        )
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"token id {outside[0]} is outside of the vocabulary, 0 to {vocab_size - 1:,}.")
 
 
 def bind(host: str, port: int) -> socket.socket:

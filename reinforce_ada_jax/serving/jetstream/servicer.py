@@ -24,7 +24,7 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving.response_text import TextStream
-from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.settings import ServerSettings, check_max_tokens, check_prompt
 
 pb2, _ = jetstream.protocol()
 
@@ -108,26 +108,14 @@ class Servicer:
 
     def _prompt(self, request: Any) -> np.ndarray:
         """Returns int32[T], the tokens of a request: text is encoded as it is, without a chat template."""
-        longest = self._options.max_response_tokens
-        if not 1 <= request.max_tokens <= longest:
-            raise ValueError(
-                f"max_tokens is {request.max_tokens}; it must be 1 to {longest:,}. For longer responses start the "
-                "server with a larger --max_response_tokens."
-            )
+        check_max_tokens(request.max_tokens, self._options)
         if not (request.text_content.text or request.token_content.token_ids):
             raise ValueError("the prompt is empty: send text_content.text or token_content.token_ids.")
         if request.WhichOneof("content") == "text_content":
             tokens = self._tokenizer.encode(request.text_content.text)
         else:
             tokens = np.array(request.token_content.token_ids, np.int32)
-            outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
-            if len(outside):
-                raise ValueError(f"token id {outside[0]} is outside the vocabulary, 0 to {self._vocab_size - 1:,}.")
-        if not 1 <= len(tokens) <= self._options.max_prompt_tokens:
-            raise ValueError(
-                f"the prompt has {len(tokens):,} tokens, this server takes 1 to {self._options.max_prompt_tokens:,}: "
-                "send a shorter one, or start the server with a larger --max_prompt_tokens."
-            )
+        check_prompt(tokens, self._options, self._vocab_size)
         return tokens
 
     async def _accept(self, request: Any, context: grpc.aio.ServicerContext) -> np.ndarray:

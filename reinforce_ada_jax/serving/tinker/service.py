@@ -23,7 +23,7 @@ from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving.http import Refusal, Served
 from reinforce_ada_jax.serving.response_text import TextStops
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
-from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.settings import ServerSettings, check_max_tokens, check_prompt
 from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank, LoadedAdapter
 from reinforce_ada_jax.serving.tinker.futures import SampleFuture, SampleFutures
@@ -365,18 +365,9 @@ def check_sample_request(base: Base, request: types.SampleRequest, tokens: Int32
     absent = [name for name, nothing in ABSENT.items() if getattr(request, name) != nothing]
     if absent:
         raise ValueError(f"{', '.join(absent)}: this server does not compute it.")
-    if not 1 <= length <= options.max_prompt_tokens:
-        raise ValueError(
-            f"the prompt has {length:,} tokens, this server takes 1 to {options.max_prompt_tokens:,}: send a shorter "
-            "one, or start the server with a larger --max_prompt_tokens."
-        )
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise ValueError(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.")
-    if asked.max_tokens is not None and not 1 <= asked.max_tokens <= options.max_response_tokens:
-        raise ValueError(
-            f"max_tokens is {asked.max_tokens}; it must be 1 to {options.max_response_tokens:,}. For longer responses "
-            "start the server with a larger --max_response_tokens."
-        )
+    check_prompt(tokens, options, vocabulary)
+    if asked.max_tokens is not None:
+        check_max_tokens(asked.max_tokens, options)
     if not 1 <= request.num_samples <= options.output_rows:
         raise ValueError(f"num_samples is {request.num_samples}; it must be 1 to {options.output_rows}.")
     if isinstance(asked.stop, list | tuple) and len(asked.stop) > MAX_STOPS:
