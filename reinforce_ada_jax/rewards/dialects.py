@@ -144,10 +144,10 @@ def adapt(function: Callable[..., Any]) -> RewardFn:
       TypeError: it can't be called in any of these ways.
     """
     parameters = _parameters(function)
-    by_name = _by_name(parameters)
+    by_name, texts = _by_name(parameters), list(parameters)[:2]  # (response, answer) may have any names
     if by_name is None:
         _check_takes_texts(function, parameters)
-        parameters, texts = dict(list(parameters.items())[2:]), list(parameters)[:2]  # the texts may have any names
+        parameters = dict(list(parameters.items())[2:])
 
     def call(response: str, answer: str, columns: Columns) -> Reward:
         try:

@@ -59,7 +59,7 @@ def test_tensorflow_stays_out():
 
 
 def test_without_the_wheel_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(jetstream, "installed", lambda: False)
+    monkeypatch.setattr(jetstream.importlib.util, "find_spec", lambda name: None)
     for load in (jetstream.protocol, jetstream.orchestrator.__wrapped__):
         with pytest.raises(ModuleNotFoundError, match="pip install --no-deps google-jetstream==0.2.2"):
             load()

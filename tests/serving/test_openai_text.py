@@ -322,6 +322,13 @@ def test_messages_as_templates_take_them():
         ({"role": "nobody", "content": "a"}, "messages.0.role"),
         ({"role": "user"}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{a"}}],
+            },
+            "messages.0.tool_calls.0.function.arguments",
+        ),
     ],
 )
 def test_messages_that_are_refused(message, param):

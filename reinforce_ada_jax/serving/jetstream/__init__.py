@@ -36,14 +36,9 @@ def _stand_in_for_seqio() -> None:
     sys.modules |= {"seqio": seqio, "seqio.vocabularies": vocabularies}
 
 
-def installed() -> bool:
-    """Returns True if the wheel is there; only serving needs it."""
-    return importlib.util.find_spec("jetstream") is not None
-
-
 def load(name: str) -> types.ModuleType:
     """Returns the module `jetstream.NAME`; ModuleNotFoundError says how to install the wheel."""
-    if not installed():
+    if importlib.util.find_spec("jetstream") is None:
         raise ModuleNotFoundError(REMEDY)
     _stand_in_for_seqio()
     return importlib.import_module(f"jetstream.{name}")

@@ -92,25 +92,22 @@ class App:
 
         async def answer(request: Request) -> Response:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if self.settings.api_key and (scheme.lower() != "bearer" or not has_key(given, self.settings.api_key)):
-                return protocol.error_response(Refusal(401, "the API key is not that of this server (--api_key)."))
             try:
+                if self.settings.api_key and (scheme.lower() != "bearer" or not has_key(given, self.settings.api_key)):
+                    raise Refusal(401, "the API key is not that of this server (--api_key).")
                 if endpoint and not self.backends:
                     raise Refusal(503, "the server reads weights and compiles: try again in some seconds.")
-                return await handler(request)
+                response = await handler(request)
             except Refusal as refusal:
-                return protocol.error_response(refusal)
+                response = protocol.error_response(refusal)
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
-                return protocol.error_response(Refusal(500, f"{type(error).__name__}: {error!s:.300}"))
-
-        async def counted(request: Request) -> Response:
-            response = await answer(request)
+                response = protocol.error_response(Refusal(500, f"{type(error).__name__}: {error!s:.300}"))
             if endpoint:
                 self.metrics.requests.labels(endpoint, response.status_code).inc()
             return response
 
-        return counted
+        return answer
 
     # ---- what is asked without a model ---------------------------------------------------------------------------
 

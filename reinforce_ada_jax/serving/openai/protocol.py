@@ -144,11 +144,11 @@ class TextPart(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """A call that the model made; the arguments are JSON."""
+    """A call that the model made; the arguments are a text of JSON, and here its value, as templates take it."""
 
     model_config = ConfigDict(strict=True)
     name: str
-    arguments: str
+    arguments: pydantic.Json[Any]
 
 
 class ToolCall(BaseModel):
@@ -240,16 +240,6 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"role": role, "content": content or ""}
         row |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         if message.tool_calls:
-            row["tool_calls"] = [_template_call(call, f"messages.{index}.tool_calls") for call in message.tool_calls]
+            row["tool_calls"] = [call.model_dump() for call in message.tool_calls]
         rendered.append(row)
     return rendered
-
-
-def _template_call(call: ToolCall, param: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments)
-    except (ValueError, RecursionError) as error:
-        raise Invalid(
-            f"{param}: the arguments of {call.function.name:.100} are no JSON ({error!s:.100}).", param
-        ) from error
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
