@@ -13,7 +13,6 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import CollectOptions, VerifyFn, collect
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted, end
 from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses, ResponseStore
@@ -21,7 +20,6 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.samples import transcript
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
@@ -136,12 +134,6 @@ def check_graded(
     if message := processes.of_writer(too_many_failed(config, graders, what, verdicts, remedy)):
         processes.leave()
         cli.fail(message, cli.STOPPED)
-
-
-def compile_early(engine: Engine, prompts: Sequence[Prompt]) -> tuple[EarlyCompilation, Ready]:
-    """Begins to compile the programs of drawing, if there are prompts; returns the compilation, and its `Ready`."""
-    compilation = EarlyCompilation()
-    return compilation, compilation.add(engine.programs() if prompts else {})
 
 
 def from_policy(

@@ -22,6 +22,7 @@ from reinforce_ada_jax.data.problems import Problem, description, to_row
 from reinforce_ada_jax.data.prompts import short_prompts
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.compilation import EarlyCompilation
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import fixed_draws, response_store
 from reinforce_ada_jax.evaluation.response_store import (
@@ -325,7 +326,8 @@ def _drawn(
         header = {"drawn": drawn, "graded": response_store.graded_by(config, "", prompts)}
         store = ResponseStore(response_store.of_process(files.draws / "responses.jsonl"), header)
         missing = wanted_by_writer(prompts, store.missing(prompts, samples))
-        compilation, ready = fixed_draws.compile_early(components.engine, missing)
+        compilation = EarlyCompilation()
+        ready = compilation.add(components.engine.programs() if missing else {})
         params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
     if processes.is_writer():
         print(describe(len(prompts), len(missing)), flush=True)

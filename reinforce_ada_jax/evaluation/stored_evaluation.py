@@ -14,6 +14,7 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import to_prompt
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.compilation import EarlyCompilation
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import evaluator, fixed_draws, response_store
 from reinforce_ada_jax.evaluation.evaluator import Benchmarks
@@ -150,9 +151,9 @@ def evaluate(
         if dry_run and source.workdir is None:
             huggingface.check_weights(components.folder, components.architecture)
         keep_programs("" if dry_run else config.logging.compilation_cache)
-        wanted = [prompt for prompts in missing.values() for prompt in prompts if not dry_run]
-        compilation, ready = fixed_draws.compile_early(components.engine, wanted)
-        params = source.load(config, components, iteration) if wanted else None
+        draws, compilation = any(missing.values()) and not dry_run, EarlyCompilation()
+        ready = compilation.add(components.engine.programs() if draws else {})
+        params = source.load(config, components, iteration) if draws else None
     policy = (
         str(components.folder) if source.workdir is None else f"{buckets.origin(source.workdir)}, iteration {iteration}"
     )

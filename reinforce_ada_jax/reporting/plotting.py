@@ -24,12 +24,8 @@ LINES = ("-", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (1, 1.2)), (0, (8, 2)), (0, (3
 MARKERS = "os^DvP*Xh"
 HATCHES = ("", "///", "...", "xx", "\\\\\\", "++")
 # The two papers: background, ink, grid, and the colours of lines.
-LIGHT = {
-    "paper": "#ffffff", "ink": "#20242b", "grid": "#d5d8de", "colors": LIGHT_COLORS,
-}  # fmt: skip
-DARK = {
-    "paper": "#171a20", "ink": "#e3e6eb", "grid": "#3a404a", "colors": DARK_COLORS,
-}  # fmt: skip
+LIGHT = {"paper": "#ffffff", "ink": "#20242b", "grid": "#d5d8de", "colors": LIGHT_COLORS}
+DARK = {"paper": "#171a20", "ink": "#e3e6eb", "grid": "#3a404a", "colors": DARK_COLORS}
 PANEL_INCHES = (3.9, 3.1)
 LONGEST_NAME, LONGEST_TITLE = 28, 42  # characters
 LEAST = 1e-6  # the lowest value of a logarithmic axis, as a share of the highest

@@ -26,6 +26,7 @@ def save(
 
     What is there stays until the new files are complete; `recover` brings it back after a kill between the two.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
     recover(folder)
     partial, aside = folder.with_name(f".{folder.name}.partial"), _aside(folder)
     shutil.rmtree(partial, ignore_errors=True)  # of a request that a kill broke off

@@ -189,7 +189,6 @@ class Worker(DeviceThread):
     def _keep(self, model: Model, request: RequestRow, result: Result) -> Result:
         """Stores a model's state together with the result of the request that made it."""
         folder = self._state_folder(model.id, request.seq)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         adapters.save(folder, model.base.learner, model.lora, model.state, model.base.folder, optimizer=True)
         with self.store.transaction():
             self.store.set_state(model.id, request.seq)
@@ -324,7 +323,6 @@ class Worker(DeviceThread):
         model = self._model(request.model)
         path = f"{SCHEME}{model.id}/{kind}/{checked_name(name)}"
         folder = self.service.folder(path)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         adapters.save(
             folder, model.base.learner, model.lora, model.state, model.base.folder, optimizer=kind == "weights"
         )
