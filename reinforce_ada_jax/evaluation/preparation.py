@@ -150,35 +150,26 @@ def _unique_and_short(
     return prompts, {"read": len(problems), "duplicate": duplicates, "too_long": len(too_long)}
 
 
-def verify_references(
-    config: Config, prompts: Sequence[Prompt], verifiers: VerifierPool, shaping: Shaping
-) -> list[tuple[str, Verdict]]:
+def verify_references(config: Config, prompts: Sequence[Prompt], verifiers: VerifierPool) -> list[tuple[str, Verdict]]:
     r"""Grades each reference answer against itself, in a box (`\boxed{72}`) or, if that fails, as it is (`72`).
 
     Verifiers differ in which of the two they read; a reference that fails both ways can never be matched. Returns the
-    graded text and the verdict of each prompt.
+    graded text and the verdict of each prompt; each process grades its share.
     """
+    shaping, count = Shaping(config.reward.positive_threshold), processes.count()
 
     def grade(texts: Sequence[str], prompts: Sequence[Prompt]) -> list[tuple[str, Verdict]]:
         given = zip(texts, prompts, strict=True)
         pairs = [(text, prompt.answer, reward_columns(config, prompt)) for text, prompt in given]
         return list(zip(texts, shaping.all(verifiers.grade_all(pairs), [0] * len(pairs)), strict=True))
 
-    graded = grade([rf"\boxed{{{prompt.answer}}}" for prompt in prompts], prompts)
-    failed = [index for index, (_, verdict) in enumerate(graded) if not verdict.correct]
-    plain = grade([prompts[index].answer for index in failed], [prompts[index] for index in failed])
+    share = prompts[processes.index() :: count]
+    own = grade([rf"\boxed{{{prompt.answer}}}" for prompt in share], share)
+    failed = [index for index, (_, verdict) in enumerate(own) if not verdict.correct]
+    plain = grade([share[index].answer for index in failed], [share[index] for index in failed])
     for index, (text, verdict) in zip(failed, plain, strict=True):
         if verdict.correct:
-            graded[index] = text, verdict
-    return graded
-
-
-def _verify_everywhere(
-    config: Config, prompts: Sequence[Prompt], verifiers: VerifierPool, shaping: Shaping
-) -> list[tuple[str, Verdict]]:
-    """Returns what `verify_references` does; each process grades its share."""
-    count = processes.count()
-    own = verify_references(config, prompts[processes.index() :: count], verifiers, shaping)
+            own[index] = text, verdict
     message = json.dumps([[text, dataclasses.astuple(verdict)] for text, verdict in own]).encode()
     graded: list[tuple[str, Verdict]] = [("", Verdict(False, 0.0))] * len(prompts)
     for index, shard in enumerate(processes.exchange(message)):
@@ -197,12 +188,12 @@ def _with_valid_reference(
         }
         store = ResponseStore(files.draws / "references.jsonl", header)
     if missing := wanted_by_writer(prompts, store.missing(prompts, 1)):
-        shaping, done = Shaping(config.reward.positive_threshold), len(prompts) - len(missing)
         size, writer = VERIFIED_AT_ONCE * processes.count(), processes.is_writer()
-        with writing([store] if writer else [], len(prompts), done, "references") as progress:
+        stores, done = [store] if writer else [], len(prompts) - len(missing)
+        with writing(stores, len(prompts), done, "references") as progress:
             for first in range(0, len(missing), size):
                 chunk = missing[first : first + size]
-                verified = _verify_everywhere(config, chunk, verifiers, shaping)
+                verified = verify_references(config, chunk, verifiers)
                 if writer:
                     store.add(
                         (prompt.id, 0, text, GradedResponse(0, False, verdict))

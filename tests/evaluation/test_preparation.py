@@ -10,7 +10,6 @@ from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import preparation
 from reinforce_ada_jax.evaluation.preparation import Band
 from reinforce_ada_jax.rewards import math_answer
-from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.types import Prompt, Verdict
 from tests.running import tiny
@@ -68,7 +67,7 @@ def test_references_are_verified_in_a_box_or_as_they_are():
     answers = (r"\frac{1}{2}", r"\text{}")
     prompts = [Prompt(str(index), "", answer, np.zeros(1, np.int32)) for index, answer in enumerate(answers)]
     with VerifierPool(math_answer.grade, workers=0, time_limit_s=1.0) as verifiers:
-        graded = preparation.verify_references(tiny(), prompts, verifiers, Shaping(0.7))
+        graded = preparation.verify_references(tiny(), prompts, verifiers)
     assert [(text, verdict.correct) for text, verdict in graded] == [
         (r"\boxed{\frac{1}{2}}", True),
         (r"\boxed{\text{}}", False),
@@ -76,9 +75,7 @@ def test_references_are_verified_in_a_box_or_as_they_are():
     # A verifier that reads whole texts: in the box the answer is another one.
     same = VerifierPool(exact, workers=0, time_limit_s=1.0)
     with same as verifiers:
-        assert preparation.verify_references(tiny(), prompts[:1], verifiers, Shaping(0.7)) == [
-            (r"\frac{1}{2}", Verdict(True, 1.0))
-        ]
+        assert preparation.verify_references(tiny(), prompts[:1], verifiers) == [(r"\frac{1}{2}", Verdict(True, 1.0))]
 
 
 def test_a_line_keeps_labels_and_messages(tmp_path):
