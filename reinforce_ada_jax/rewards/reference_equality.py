@@ -86,17 +86,13 @@ def _parse_python(text: str, caret_is_power: bool = False) -> Any:
     return value
 
 
-def _parse_latex(text: str) -> Any:
-    from latex2sympy2_extended.latex2sympy2 import latex2sympy  # noqa: PLC0415
-
-    return latex2sympy(text)
-
-
 def _read(text: str) -> Any:
     """Returns the expression that one of the parsers reads in a text, else the text."""
     _names()
+    from latex2sympy2_extended.latex2sympy2 import latex2sympy  # noqa: PLC0415  (it imports sympy)
+
     single = text.replace("\\\\", "\\")
-    for parse, version in itertools.product((_parse_python, _parse_latex), dict.fromkeys((single, text))):
+    for parse, version in itertools.product((_parse_python, latex2sympy), dict.fromkeys((single, text))):
         try:
             return parse(version)
         except Exception:  # sympy and ANTLR raise any exception on a model's text

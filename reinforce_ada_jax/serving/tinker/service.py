@@ -241,20 +241,17 @@ class Service:
         if asked.stop is not None and not texts:
             stop_ids = tuple(x for x in asked.stop if isinstance(x, int))
 
-        def result_of(found: list[Sampled]) -> Result:
-            responses = found if stops is None else [stops.cut(index, each) for index, each in enumerate(found)]
-            logprobs = None
-            if request.prompt_logprobs:
-                logprobs = self._prompt_logprobs(base, adapter, tokens, request.prompt_logprobs_last_n)
-            return protocol.sample_result(responses, logprobs)
-
         def done(found: list[Sampled] | Exception) -> None:
             if future.result is not None:
                 return
             try:
                 if isinstance(found, Exception):
                     raise found
-                result = result_of(found)
+                responses = found if stops is None else [stops.cut(index, each) for index, each in enumerate(found)]
+                logprobs = None
+                if request.prompt_logprobs:
+                    logprobs = self._prompt_logprobs(base, adapter, tokens, request.prompt_logprobs_last_n)
+                result = protocol.sample_result(responses, logprobs)
             except Exception as error:  # of this request alone, such as a checkpoint that was deleted meanwhile
                 category = protocol.USER if isinstance(error, ValueError) else protocol.SERVER
                 result = protocol.error_result(str(error), category)

@@ -158,23 +158,20 @@ class Worker(DeviceThread):
         """Ends silent sessions, and removes what ended sessions and expired checkpoints leave."""
         self._cleaned = time.monotonic()
         try:
-            self._remove_ended()
+            self.service.end_silent_sessions()
+            for row in self.store.models():
+                if row.ended is not None:
+                    self.models.pop(row.id, None)
+                    shutil.rmtree(self.service.workdir / "models" / row.id, ignore_errors=True)
+            live = set(self.service.seen)
+            for checkpoint in self.store.checkpoints():
+                expired = checkpoint.expires is not None and checkpoint.expires < time.time()
+                unused = checkpoint.sampler is not None and checkpoint.sampler.split(":")[0] not in live
+                if expired or unused:
+                    self.service.remove_checkpoint(checkpoint.path)
         except sqlite3.Error as error:
             if not disk_is_full(error):
                 raise
-
-    def _remove_ended(self) -> None:
-        self.service.end_silent_sessions()
-        for row in self.store.models():
-            if row.ended is not None:
-                self.models.pop(row.id, None)
-                shutil.rmtree(self.service.workdir / "models" / row.id, ignore_errors=True)
-        live = set(self.service.seen)
-        for checkpoint in self.store.checkpoints():
-            expired = checkpoint.expires is not None and checkpoint.expires < time.time()
-            unused = checkpoint.sampler is not None and checkpoint.sampler.split(":")[0] not in live
-            if expired or unused:
-                self.service.remove_checkpoint(checkpoint.path)
 
     # ---- models --------------------------------------------------------------------------------------------------
 
