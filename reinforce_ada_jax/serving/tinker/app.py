@@ -34,7 +34,8 @@ OTHER_VALUES = 4096  # in JSON, beside the tokens of a prompt
 # Requests of a model that only the worker reads.
 OF_MODEL = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
 UNAVAILABLE = "this server does not have it (docs/how_to/tinker.md)."
-Handler = Callable[[Request], Awaitable[Response]]
+Content = dict[str, Any]  # of an answer in JSON
+Handler = Callable[[Request], Awaitable[Response | Content]]
 
 
 class _WeightsInfoRequest(pydantic.BaseModel):
@@ -107,10 +108,11 @@ class App:
 
         async def guarded(request: Request) -> Response:
             self._loop = asyncio.get_running_loop()
-            if needs_key and not has_key(request.headers.get("x-api-key", ""), self._key):
-                return _error(401, "the API key is not that of this server (--api_key).")
             try:
-                return await handler(request)
+                if needs_key and not has_key(request.headers.get("x-api-key", ""), self._key):
+                    raise Refusal(401, "the API key is not that of this server (--api_key).")
+                found = await handler(request)
+                return found if isinstance(found, Response) else JSONResponse(found)
             except Refusal as refusal:
                 return _error(refusal.status, str(refusal))
             except ValueError as error:
@@ -135,56 +137,56 @@ class App:
     def _asked(self, kind: type[pydantic.BaseModel], answer: Callable[[Any], pydantic.BaseModel | None]) -> Handler:
         """Returns the handler of requests that the service answers at once."""
 
-        async def handle(request: Request) -> Response:
+        async def handle(request: Request) -> Content:
             found = answer(protocol.parse(kind, await self._json(request)))
-            return JSONResponse({} if found is None else found.model_dump(mode="json", exclude_none=True))
+            return {} if found is None else found.model_dump(mode="json", exclude_none=True)
 
         return handle
 
     # ---- configuration and sessions ------------------------------------------------------------------------------
 
-    async def _absent(self, request: Request) -> Response:
-        return _error(404, f"{request.method} {request.url.path}: {UNAVAILABLE}")
+    async def _absent(self, request: Request) -> Content:
+        raise Refusal(404, f"{request.method} {request.url.path}: {UNAVAILABLE}")
 
-    async def _client_config(self, _: Request) -> Response:
+    async def _client_config(self, _: Request) -> Content:
         chunk = min(CHUNK_BYTES, self.service.settings.request_mib * 2**20 // 2)
-        return JSONResponse({"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": chunk})
+        return {"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": chunk}
 
-    async def _capabilities(self, _: Request) -> Response:
-        return JSONResponse({"supported_models": [
+    async def _capabilities(self, _: Request) -> Content:
+        return {"supported_models": [
             {"model_name": name, "max_context_length": base.max_tokens, "trainable": True, "sampleable": True}
             for name, base in self.service.bases.items()
-        ]})  # fmt: skip
+        ]}  # fmt: skip
 
-    async def _finish_session(self, request: Request) -> Response:
+    async def _finish_session(self, request: Request) -> Content:
         await self._body(request)
         self.service.end_session(request.path_params["session"], "its client closed it")
-        return JSONResponse({})
+        return {}
 
-    async def _telemetry(self, request: Request) -> Response:
+    async def _telemetry(self, request: Request) -> Content:
         """Takes what the client reports, and keeps nothing of it."""
         await self._body(request)
-        return JSONResponse({"status": "accepted"})
+        return {"status": "accepted"}
 
     # ---- models --------------------------------------------------------------------------------------------------
 
-    async def _create_model(self, request: Request) -> Response:
+    async def _create_model(self, request: Request) -> Content:
         body = await self._json(request)
         asked = protocol.parse(types.CreateModelRequest, body)
         self.service.base(asked.base_model)
         return _future(self.service.create(asked.session_id, asked.model_seq_id, "create_model", body))
 
-    async def _forward_backward(self, request: Request) -> Response:
+    async def _forward_backward(self, request: Request) -> Content:
         body = await self._body(request, LOSS_BYTES)
         message = protocol.parse_loss_message(body)
         return _future(self.service.submit(message.model_id, message.seq_id, "forward_backward", body))
 
-    async def _of_model(self, kind: str, request: Request) -> Response:
+    async def _of_model(self, kind: str, request: Request) -> Content:
         body = await self._json(request)
         asked = protocol.parse(_ModelRequest, body)
         return _future(self.service.submit(asked.model_id, asked.seq_id, kind, body))
 
-    async def _load_weights(self, request: Request) -> Response:
+    async def _load_weights(self, request: Request) -> Content:
         body = await self._json(request)
         asked = protocol.parse(types.LoadWeightsRequest, body)
         if asked.model_id is not None:
@@ -196,11 +198,11 @@ class App:
 
     # ---- sampling and futures ------------------------------------------------------------------------------------
 
-    async def _sampler(self, request: Request) -> Response:
+    async def _sampler(self, request: Request) -> Content:
         row = self.service.sampler(request.path_params["sampler"])
-        return JSONResponse({"sampler_id": row.id, "base_model": row.base, "model_path": row.path})
+        return {"sampler_id": row.id, "base_model": row.base, "model_path": row.path}
 
-    async def _retrieve_future(self, request: Request) -> Response:
+    async def _retrieve_future(self, request: Request) -> Response | Content:
         """Answers with a result as soon as it is there, or asks the client to try again."""
         asked = protocol.parse(types.FutureRetrieveRequest, await self._json(request))
         ready = self._polls.setdefault(asked.request_id, asyncio.Event())
@@ -211,7 +213,7 @@ class App:
                     await ready.wait()
             result = self.service.result(asked.request_id)
         if result is None:
-            return JSONResponse({"type": "try_again", "request_id": asked.request_id, "queue_state": "active"})
+            return {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
         return Response(result.body, media_type=result.content_type)
 
     def _announce(self, request_id: str) -> None:
@@ -227,35 +229,33 @@ class App:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    async def _all_checkpoints(self, request: Request) -> Response:
+    async def _all_checkpoints(self, request: Request) -> Content:
         shown, cursor = _page(request, self.service.store.checkpoints())
-        return JSONResponse({"checkpoints": [_checkpoint(row) for row in shown], "cursor": cursor})
+        return {"checkpoints": [_checkpoint(row) for row in shown], "cursor": cursor}
 
-    async def _checkpoints(self, request: Request) -> Response:
+    async def _checkpoints(self, request: Request) -> Content:
         run = self.service.model(request.path_params["run"]).id
-        return JSONResponse({
-            "checkpoints": [_checkpoint(row) for row in self.service.store.checkpoints() if row.model == run]
-        })  # fmt: skip
+        return {"checkpoints": [_checkpoint(row) for row in self.service.store.checkpoints() if row.model == run]}
 
-    async def _delete_checkpoint(self, request: Request) -> Response:
+    async def _delete_checkpoint(self, request: Request) -> Content:
         self.service.remove_checkpoint(self.service.checkpoint(_path(request)).path)
-        return JSONResponse({})
+        return {}
 
-    def _run(self, run: str) -> dict[str, Any]:
+    def _run(self, run: str) -> Content:
         model = self.service.model(run)
         return {
             "training_run_id": model.id, "base_model": model.base, "model_owner": "local", "is_lora": True,
             "lora_rank": model.rank, "last_request_time": _time(model.created), "user_metadata": model.metadata or None,
         }  # fmt: skip
 
-    async def _training_run(self, request: Request) -> Response:
-        return JSONResponse(self._run(request.path_params["run"]))
+    async def _training_run(self, request: Request) -> Content:
+        return self._run(request.path_params["run"])
 
-    async def _training_runs(self, request: Request) -> Response:
+    async def _training_runs(self, request: Request) -> Content:
         shown, cursor = _page(request, self.service.store.models()[::-1])
-        return JSONResponse({"training_runs": [self._run(model.id) for model in shown], "cursor": cursor})
+        return {"training_runs": [self._run(model.id) for model in shown], "cursor": cursor}
 
-    async def _external_urls(self, request: Request) -> Response:
+    async def _external_urls(self, request: Request) -> Content:
         """Returns addresses from which the files of a checkpoint can be fetched for some time, without the key."""
         path = _path(request)
         self.service.checkpoint(path)
@@ -267,7 +267,7 @@ class App:
             ))
             for file in sorted(self.service.folder(path).iterdir())
         }  # fmt: skip
-        return JSONResponse({"urls": urls, "expires": _time(expires)})
+        return {"urls": urls, "expires": _time(expires)}
 
     def _signature(self, *parts: str) -> str:
         return hmac.digest(self._secret, "/".join(parts).encode(), "sha256").hex()
@@ -285,9 +285,9 @@ class App:
         return FileResponse(self.service.folder(path) / file)
 
 
-def _always(content: dict[str, Any]) -> Handler:
-    async def answer(_: Request) -> Response:
-        return JSONResponse(content)
+def _always(content: Content) -> Handler:
+    async def answer(_: Request) -> Content:
+        return content
 
     return answer
 
@@ -296,8 +296,8 @@ def _error(status: int, why: str) -> Response:
     return JSONResponse({"detail": why}, status_code=status)
 
 
-def _future(request_id: str) -> Response:
-    return JSONResponse({"request_id": request_id, "model_id": request_id.rpartition(":")[0]})
+def _future(request_id: str) -> Content:
+    return {"request_id": request_id, "model_id": request_id.rpartition(":")[0]}
 
 
 def _time(seconds: float) -> str:
@@ -320,7 +320,7 @@ def _page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]
     return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
 
 
-def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
+def _checkpoint(row: CheckpointRow) -> Content:
     return {
         "checkpoint_id": "/".join(row.path.split("/")[-2:]), "checkpoint_type": KINDS[row.kind],
         "time": _time(row.created), "tinker_path": row.path, "user_metadata": row.metadata,
