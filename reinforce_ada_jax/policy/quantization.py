@@ -3,8 +3,7 @@
 `layers.project` multiplies by a quantised matrix; attention over quantised pages is in `sampling/`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -59,19 +58,3 @@ def quantized_weights(weights: Mapping[str, Array], dtype: DTypeLike) -> dict[st
         name: quantize(weight, SUMMED_AXES[name]) if name in SUMMED_AXES else weight.astype(dtype)
         for name, weight in weights.items()
     }
-
-
-def map_declared(
-    make: Callable[[str, tuple[int, ...], tuple[str | None, ...]], Any],
-    declared: Mapping[str, tuple[tuple[int, ...], tuple[str | None, ...]]],
-) -> dict[str, Any]:
-    """Returns `make(name, shape, logical axes)` of declared weights, as `quantized_weights` has their arrays."""
-
-    def one(name, shape, axes):
-        if name not in SUMMED_AXES:
-            return make(name, shape, axes)
-        remaining = [axis for axis in range(len(shape)) if axis not in SUMMED_AXES[name]]
-        scale = make(f"{name}.scale", tuple(shape[axis] for axis in remaining), tuple(axes[axis] for axis in remaining))
-        return Quantized(values=make(name, shape, axes), scale=scale)
-
-    return {name: one(name, shape, axes) for name, (shape, axes) in declared.items()}

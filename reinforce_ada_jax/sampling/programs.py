@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.distributed.mesh import tensor_spec, weight_sharding
-from reinforce_ada_jax.policy import lora, quantization, rounded
+from reinforce_ada_jax.policy import lora, rounded
 from reinforce_ada_jax.policy.apart import LAYERS, Apart, apart
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.quantization import SUMMED_AXES, Quantized, quantized_weights
 from reinforce_ada_jax.policy.rounded import Rounded
-from reinforce_ada_jax.policy.transformer import Declared, Execution, Params, flatten, merge, nest, weight_shapes
+from reinforce_ada_jax.policy.transformer import Execution, Params, flatten, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode
 from reinforce_ada_jax.sampling.rings import layout
 from reinforce_ada_jax.sampling.state import EngineOptions, empty_state
@@ -46,29 +47,25 @@ def learner_shardings(architecture: Architecture, options: EngineOptions, mesh: 
 
 
 def _map_weights(architecture: Architecture, options: EngineOptions, make: Callable[..., Any]) -> Params:
-    """Returns `make(name, shape, logical axes)` of each array of the decode weights."""
+    """Returns `make(name, shape, logical axes)` of each array of the decode weights, in the records of `_plain`."""
 
-    def of_each(declared: Mapping[str, Declared]) -> Params:
-        return nest({name: make(name, *shape_axes) for name, shape_axes in declared.items()})
+    def stored(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
+        summed = SUMMED_AXES.get(name)
+        if summed is not None and options.weight_dtype == "int8":
+            outputs = [axis for axis in range(len(shape)) if axis not in summed]
+            scale = tuple(shape[axis] for axis in outputs), tuple(axes[axis] for axis in outputs)
+            return Quantized(values=make(name, shape, axes), scale=make(f"{name}.scale", *scale))
+        if summed is not None and _as_bits(options):
+            return Rounded(make(name, shape, axes))
+        if options.apart and name.startswith(LAYERS):
+            return Apart((make(name, shape[1:], axes[1:]),) * shape[0])
+        return make(name, shape, axes)
 
-    declared = weight_shapes(architecture)
-    base = of_each(declared)
-    if options.weight_dtype == "int8":
-        base = nest(quantization.map_declared(make, declared))
-    elif _as_bits(options):
-        base = nest({name: Rounded(x) if name in quantization.SUMMED_AXES else x for name, x in flatten(base).items()})
-    elif options.apart:
-        base = nest({name: _of_each_layer(make, name, *declared[name]) for name in declared})
+    base = nest({name: stored(name, *declared) for name, declared in weight_shapes(architecture).items()})
     if options.adapters is None:
         return base
-    return lora.adapted(base, of_each(lora.adapter_shapes(architecture, options.adapters)), options.adapters)
-
-
-def _of_each_layer(make: Callable[..., Any], name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
-    """Returns `make` of a weight, or for a stacked one that of a layer's array, as often as there are layers."""
-    if not name.startswith(LAYERS):
-        return make(name, shape, axes)
-    return Apart((make(name, shape[1:], axes[1:]),) * shape[0])
+    adapters = lora.adapter_shapes(architecture, options.adapters).items()
+    return lora.adapted(base, nest({name: make(name, *declared) for name, declared in adapters}), options.adapters)
 
 
 def _as_bits(options: EngineOptions) -> bool:
@@ -89,7 +86,7 @@ def as_decoded(params: Params, options: EngineOptions) -> Params:
 
 def _plain(params: Params, options: EngineOptions) -> Params:
     if options.weight_dtype == "int8":
-        return nest(quantization.quantized_weights(flatten(lora.merged(params)), options.dtype))
+        return nest(quantized_weights(flatten(lora.merged(params)), options.dtype))
     if _as_bits(options):
         return nest(rounded.as_bits(flatten(lora.merged(params))))
     plain = lora.merged(params, dtype=options.dtype)
