@@ -16,6 +16,7 @@ from reinforce_ada_jax.learning.token_losses import (
     MAX_LOG_RATIO,
     LossConfig,
     Mask,
+    SampledTokens,
     SegmentOneHot,
     Tokens,
     masked,
@@ -34,18 +35,6 @@ class Counts(NamedTuple):
 
     num_tokens: Float[Array, ""] | float
     num_rows: Float[Array, ""] | float  # responses that have tokens
-
-
-class SampledTokens(NamedTuple):
-    """Constants of the sampled tokens of a minibatch, or a part of it; where the mask is 0 they may be anything."""
-
-    old_logprobs: Tokens  # under the policy before the iteration's first update
-    advantages: Tokens  # of the response, at each of its tokens
-    mask: Mask  # True or 1 at tokens of responses
-    behaviour_logprobs: Tokens | None = None  # under the distribution the tokens were sampled from; needed with a cap
-    reference_logprobs: Tokens | None = None  # under the reference policy; without them the metric "kl" is 0
-    regularization: Tokens | None = None  # factors of the tokens' entropy and KL in the loss; None: 1
-    segment_one_hot: SegmentOneHot | None = None  # tokens of each response, where rows are packed
 
 
 def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Counts:
@@ -158,10 +147,7 @@ def policy_loss(
     """
     mask, segment_one_hot, regularization = sampled.mask, sampled.segment_one_hot, sampled.regularization
     sizes = (denominators(mask, segment_one_hot) if counts is None else counts)._asdict()
-    terms = policy_terms(
-        config, logprobs, sampled.old_logprobs, sampled.advantages, mask,
-        behaviour_logprobs=sampled.behaviour_logprobs, segment_one_hot=segment_one_hot,
-    )  # fmt: skip
+    terms = policy_terms(config, logprobs, sampled)
 
     def mean(values, aggregation=config.aggregation):
         rest = {"row_tokens": config.row_tokens, "segment_one_hot": segment_one_hot}
@@ -209,9 +195,7 @@ def clipped_policy_loss(  # noqa: PLR0913 (public: arrays, and the settings of t
       The loss, and the means over all tokens of the minibatch: "clip_fraction" and "dual_clip_fraction", where a clip
       decided, in [0, 1], and "approx_kl", of logp_old - logp.
     """
-    config = LossConfig(
-        clip_low, clip_high, dual_clip, aggregation, ratio=ratio, truncated_is_cap=truncated_is_cap
-    )  # fmt: skip
+    config = LossConfig(clip_low, clip_high, dual_clip, aggregation, ratio=ratio, truncated_is_cap=truncated_is_cap)
     sampled = SampledTokens(old_logprobs, advantages, mask, behaviour_logprobs)
     loss, metrics = policy_loss(config, logprobs, jnp.zeros_like(logprobs), sampled)
     return loss, {name: metrics[name] for name in ("clip_fraction", "dual_clip_fraction", "approx_kl")}

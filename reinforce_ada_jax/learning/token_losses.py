@@ -160,6 +160,18 @@ def load(loss: str) -> str | TokenLossFn:
     return checked
 
 
+class SampledTokens(NamedTuple):
+    """Constants of the sampled tokens of a minibatch, or a part of it; where the mask is 0 they may be anything."""
+
+    old_logprobs: Tokens  # under the policy before the iteration's first update
+    advantages: Tokens  # of the response, at each of its tokens
+    mask: Mask  # True or 1 at tokens of responses
+    behaviour_logprobs: Tokens | None = None  # under the distribution the tokens were sampled from; needed with a cap
+    reference_logprobs: Tokens | None = None  # under the reference policy; without them the metric "kl" is 0
+    regularization: Tokens | None = None  # factors of the tokens' entropy and KL in the loss; None: 1
+    segment_one_hot: SegmentOneHot | None = None  # tokens of each response, where rows are packed
+
+
 class PolicyTerms(NamedTuple):
     """Per-token terms of the policy loss, all 0 where the mask is 0."""
 
@@ -227,16 +239,7 @@ def importance_weights(
     return jnp.minimum(weights, cap)
 
 
-def policy_terms(
-    config: LossConfig,
-    logprobs: Tokens,
-    old_logprobs: Tokens,
-    advantages: Tokens,
-    mask: Mask,
-    *,
-    behaviour_logprobs: Tokens | None = None,
-    segment_one_hot: SegmentOneHot | None = None,
-) -> PolicyTerms:
+def policy_terms(config: LossConfig, logprobs: Tokens, sampled: SampledTokens) -> PolicyTerms:
     """Computes the policy loss of every token: that of `config.loss`, times the importance weight if a cap is given.
 
     The ratio is rho = exp(clip(logp - logp_old, -20, 20)). With "sequence" all tokens of a response have one rho: that
@@ -244,21 +247,21 @@ def policy_terms(
     "seq-mean-token-mean" that is the objective of GSPO (arXiv 2507.18071, section 4.1). With "sequence-token" rho has
     that value, and at each token the slope of its own ratio alone (GSPO-token, section 4.3).
 
-    Only `logprobs` is differentiated. Values where the mask is 0 may be anything, nan and infinities included.
-
-    Args and errors: as for `loss.policy_loss`.
+    Only `logprobs` is differentiated. Values where the mask is 0 may be anything, nan and infinities included. Errors
+    are those of `loss.policy_loss`.
     """
+    mask = sampled.mask
     logprobs = masked(logprobs, mask)
-    old_logprobs = jax.lax.stop_gradient(masked(old_logprobs, mask))
-    advantages = jax.lax.stop_gradient(masked(advantages, mask))
-    rho = _ratios(config.ratio, logprobs, old_logprobs, mask, segment_one_hot)
+    old_logprobs = jax.lax.stop_gradient(masked(sampled.old_logprobs, mask))
+    advantages = jax.lax.stop_gradient(masked(sampled.advantages, mask))
+    rho = _ratios(config.ratio, logprobs, old_logprobs, mask, sampled.segment_one_hot)
     compute = LOSSES[config.loss] if isinstance(config.loss, str) else config.loss
     loss, clipped, dual_clipped = compute(config, rho, logprobs, advantages)
     if config.truncated_is_cap is not None:
-        if behaviour_logprobs is None:
+        if sampled.behaviour_logprobs is None:
             raise ValueError("truncated_is_cap needs behaviour_logprobs.")
-        log_weights = old_logprobs - masked(behaviour_logprobs, mask)
-        loss = loss * jax.lax.stop_gradient(importance_weights(config, log_weights, segment_one_hot))
+        log_weights = old_logprobs - masked(sampled.behaviour_logprobs, mask)
+        loss = loss * jax.lax.stop_gradient(importance_weights(config, log_weights, sampled.segment_one_hot))
     return PolicyTerms(
         loss=loss,
         clipped=masked(jnp.broadcast_to(clipped, rho.shape), mask),

@@ -249,7 +249,7 @@ def test_sequence_ratio_by_hand():
     advantages = np.broadcast_to(np.float32([[1.0], [2.0], [-1.0]]), (3, 2))
     for jitted in (False, True):
         function = functools.partial(policy_terms, SEQUENCE)
-        terms = (jax.jit(function) if jitted else function)(logprobs, old, advantages, mask)
+        terms = (jax.jit(function) if jitted else function)(logprobs, SampledTokens(old, advantages, mask))
         expected = [[-1.153690, -1.153690], [-2.0, -2.0], [0.8, 0.0]]
         np.testing.assert_allclose(terms.loss, expected, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(terms.clipped, [[0, 0], [0, 0], [1, 0]])
@@ -292,9 +292,9 @@ def test_sequence_ratio_jit_equals_eager():
 def test_a_sequence_ratio_is_bounded():
     # The mean log ratio is bounded, not each token's: exp(20) at A = -1, where the dual clip holds it at 10.
     ones = jnp.ones((1, 2))
-    terms = policy_terms(SEQUENCE, jnp.array([[100.0, 0.0]]), 0 * ones, -ones, ones)
+    terms = policy_terms(SEQUENCE, jnp.array([[100.0, 0.0]]), SampledTokens(0 * ones, -ones, ones))
     np.testing.assert_array_equal(terms.loss, [[10.0, 10.0]])
-    terms = policy_terms(SEQUENCE, jnp.array([[-100.0, 0.0]]), 0 * ones, ones, ones)
+    terms = policy_terms(SEQUENCE, jnp.array([[-100.0, 0.0]]), SampledTokens(0 * ones, ones, ones))
     np.testing.assert_allclose(terms.loss, -math.exp(-20) * ones, rtol=1e-5)
 
 
@@ -371,7 +371,7 @@ def test_micro_batches_sum_to_the_whole(aggregation):
     @jax.value_and_grad
     def part(logprobs, rest):
         config = LossConfig(**CLIPS, aggregation=aggregation, truncated_is_cap=2.0)
-        terms = policy_terms(config, logprobs, **rest)
+        terms = policy_terms(config, logprobs, SampledTokens(**rest))
         return aggregate(terms.loss, rest["mask"], aggregation, num_tokens=num_tokens, num_rows=num_rows)
 
     for rows in (4, 1):
@@ -416,11 +416,12 @@ def test_the_pieces_keep_garbage_out_by_themselves(garbage):
     mask = batch["mask"]
     dirty = {name: np.where(mask, values, np.float32(garbage)) for name, values in batch.items() if name != "mask"}
     config = LossConfig(**CLIPS, aggregation="token-mean", truncated_is_cap=2.0)
-    for term in policy_terms(config, **dirty, mask=mask):
+    logprobs = dirty.pop("logprobs")
+    for term in policy_terms(config, logprobs, SampledTokens(**dirty, mask=mask)):
         assert np.isfinite(term).all() and not np.asarray(term)[~mask].any()
     # As an entropy comes from the policy: nan where there is no token.
     expected = aggregate(batch["logprobs"], mask, "token-mean", num_tokens=4.0, num_rows=2.0)
-    assert aggregate(dirty["logprobs"], mask, "token-mean", num_tokens=4.0, num_rows=2.0) == expected
+    assert aggregate(logprobs, mask, "token-mean", num_tokens=4.0, num_rows=2.0) == expected
 
 
 def test_only_the_current_logprobs_are_differentiated():

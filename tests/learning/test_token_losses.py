@@ -11,7 +11,7 @@ import pytest
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.learning import token_losses
 from reinforce_ada_jax.learning.learner import loss_config
-from reinforce_ada_jax.learning.token_losses import LossConfig, policy_terms
+from reinforce_ada_jax.learning.token_losses import LossConfig, SampledTokens, policy_terms
 
 CONFIG = LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=10.0, aggregation="token-mean")
 OLD = -1.0  # log-probability before the update, of every token here
@@ -25,10 +25,8 @@ def terms_and_slopes(config, ratios, advantages, log_weights=None, segments=None
     advantages = np.broadcast_to(np.asarray(advantages, np.float32), ratios.shape)
 
     def total(logprobs):
-        terms = policy_terms(
-            config, logprobs, old, advantages, np.ones(ratios.shape, bool),
-            behaviour_logprobs=behaviour, segment_one_hot=segments,
-        )  # fmt: skip
+        sampled = SampledTokens(old, advantages, np.ones(ratios.shape, bool), behaviour, segment_one_hot=segments)
+        terms = policy_terms(config, logprobs, sampled)
         return terms.loss.sum(), terms
 
     (_, terms), slopes = jax.jit(jax.value_and_grad(total, has_aux=True))(old + np.log(ratios))
@@ -118,7 +116,7 @@ def test_garbage_under_the_mask_reaches_no_loss(loss):
 
     def total(logprobs, width):
         cut = (array[:, :width] for array in (old, advantages, mask))
-        return policy_terms(with_loss(loss), logprobs[:, :width], *cut).loss.sum()
+        return policy_terms(with_loss(loss), logprobs[:, :width], SampledTokens(*cut)).loss.sum()
 
     np.testing.assert_array_equal(
         jax.grad(total)(logprobs, 3), np.pad(jax.grad(total)(logprobs[:, :2], 2), [(0, 0), (0, 1)])
