@@ -311,21 +311,11 @@ def hidden_states(
     model: Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
     *,
-    positions: Int[Array | np.ndarray, "B T"] | None = None,
-    segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
-    attend: SegmentAttend = causal_attend,
     execution: Execution,
+    attend: SegmentAttend = causal_attend,
 ) -> Float[Array, "B T D"]:
-    """Computes hidden states in a causal forward pass.
-
-    Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it. Where a
-    row has several sequences, `positions` count in each of them, and a token sees only the sequence of its own segment
-    id. Without them a row is one sequence. `attend` is `causal_attend` or another implementation of it, and gets
-    `segment_ids` by name.
-    """
-    return hidden_states_and_load(
-        model, tokens, positions=positions, segment_ids=segment_ids, attend=attend, execution=execution
-    )[0]
+    """Computes hidden states in a causal forward pass over rows of one sequence each, padded on the right."""
+    return hidden_states_and_load(model, tokens, attend=attend, execution=execution)[0]
 
 
 def hidden_states_and_load(
@@ -338,7 +328,13 @@ def hidden_states_and_load(
     execution: Execution,
     routing: experts.Routing = experts.FREE,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "L E"] | None]:
-    """Computes `hidden_states`, and the number of counted tokens of each expert; None where none are counted."""
+    """Computes hidden states, and the number of counted tokens of each expert; None where none are counted.
+
+    Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it. Where a
+    row has several sequences, `positions` count in each of them, and a token sees only the sequence of its own segment
+    id. Without them a row is one sequence. `attend` is `causal_attend` or another implementation of it, and gets
+    `segment_ids` by name.
+    """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = functools.partial(attend, segment_ids=segment_ids)
