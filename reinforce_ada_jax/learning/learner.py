@@ -17,18 +17,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.distributed.compilation import Lower, with_shardings
+from reinforce_ada_jax.distributed.compilation import Lower
 from reinforce_ada_jax.learning import layer_gather, token_losses
 from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.batch import Batch
+from reinforce_ada_jax.learning.chain import Chain, loop_bounds, micro_batch, num_live
 from reinforce_ada_jax.learning.forward import head_config, row_settings, target_logprobs
 from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
 from reinforce_ada_jax.learning.optimizer import make_optimizer
@@ -39,10 +39,6 @@ from reinforce_ada_jax.learning.update import (
     UpdatePrograms,
     Version,
     expert_sums,
-    loop_bounds,
-    micro_batch,
-    num_live,
-    run_chain,
 )
 from reinforce_ada_jax.policy import experts, invariant, lora
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -170,9 +166,8 @@ class Learner:
         self._scores_per_program = 3 * self.update.micro_batches_per_program
         by_row = mesh_lib.sharding(mesh, (None, "batch", None))
         self._score_all = jax.jit(self._score, out_shardings=by_row)
-        self._scores_shardings = (gathered_shardings, by_row, self._replicated)
-        self._begin_scores = jax.jit(self._scores_begun, out_shardings=self._scores_shardings)
-        self._score_some = jax.jit(self._scores_added, donate_argnames="scored", out_shardings=by_row)
+        begun_shardings = gathered_shardings, by_row, self._replicated
+        self.scoring = Chain(self._scores_begun, self._scores_added, begun_shardings, self._scores_per_program)
 
     def init(self, params: Params) -> LearnerState:
         """Returns the state before the first update; it holds the arrays of `params` themselves."""
@@ -216,31 +211,17 @@ class Learner:
     def score(self, params: Params, batch: Batch, between: Callable[[], None] | None = None) -> Float[Array, "M B R"]:
         """Returns the learner's own log-probabilities of the sampled tokens; 0 beyond the responses.
 
-        The batch is from `put`. `between` is called after each program where there are several; see `UpdatePrograms`.
+        The batch is from `put`. `between` is as for `Chain.sums`, where there are several programs.
         """
-        if self.scoring_programs(batch) == 1:
+        if self.scoring.num_programs(batch) == 1:
             return self._score_all(params, batch)
-        layers, scored, live = self._begin_scores(params, batch)
-
-        def score(scored: Float[Array, "M B R"], first: Version) -> Float[Array, "M B R"]:
-            return self._score_some(scored, params, layers, batch, first)
-
-        return run_chain(score, scored, int(live), self._scores_per_program, between)
-
-    def scoring_programs(self, batch: Batch) -> int:
-        """Returns the number of programs that score a minibatch without padding."""
-        return -(-batch.tokens.shape[0] // self._scores_per_program)
+        return self.scoring.sums(params, batch, between=between)
 
     def score_programs(self, params: Params, batch: Batch) -> dict[str, Lower]:
         """Returns the programs of `score`, lowered on demand for abstract arguments; "score" has the loop."""
-        if self.scoring_programs(batch) == 1:
+        if self.scoring.num_programs(batch) == 1:
             return {"score": lambda: self._score_all.lower(params, batch)}
-        begun = jax.eval_shape(self._scores_begun, params, batch)
-        layers, scored, _ = with_shardings(begun, self._scores_shardings)
-        return {
-            "begin scores": lambda: self._begin_scores.lower(params, batch),
-            "score": lambda: self._score_some.lower(scored, params, layers, batch, np.int32(0)),
-        }
+        return self.scoring.programs(("begin scores", "score"), params, batch)[0]
 
     def _scores_begun(self, params: Params, batch: Batch) -> tuple[Params | None, Float[Array, "M B R"], Any]:
         """Returns the copy that micro-batches share, no scores, and the number of micro-batches with a token."""

@@ -19,11 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.distributed.compilation import Lower, with_shardings
+from reinforce_ada_jax.distributed.compilation import Lower
 from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Batch
+from reinforce_ada_jax.learning.chain import Chain, loop_bounds, micro_batch, num_live
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.optimizer import state_shardings
 from reinforce_ada_jax.policy import experts
@@ -114,42 +115,6 @@ class Sums(NamedTuple):
 LossFn = Callable[..., Any]
 
 
-def num_live(batch: Batch) -> Int[Array, ""]:
-    """Counts the micro-batches up to the last one with a token."""
-    live = (batch.response_length > 0).any(axis=(1, 2))
-    return jnp.max(jnp.where(live, 1 + jnp.arange(live.size), 0))
-
-
-def micro_batch(batch: Batch, index: Int[Array, ""]) -> Batch:
-    """Returns the micro-batch at `index`."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
-
-
-def loop_bounds(batch: Batch, first: Int[Array, ""] | None, count: int) -> tuple[Any, Int[Array, ""]]:
-    """Returns (begin, end) of the micro-batches of one program: `count` from `first` on, or all for None."""
-    live = num_live(batch)
-    return (0, live) if first is None else (first, jnp.minimum(first + count, live))
-
-
-def run_chain(
-    program: Callable[[Any, Int[np.ndarray, ""] | np.integer], Any],
-    carry: Any,
-    num_micro_batches: int,
-    count: int,
-    between: Callable[[], None] | None,
-) -> Any:
-    """Returns the carry after the programs of a chain, each of `count` micro-batches.
-
-    A program maps the carry and its first micro-batch to the next carry. `between` is as for `UpdatePrograms`.
-    """
-    for first in range(0, num_micro_batches, count):
-        carry = program(carry, np.int32(first))
-        if between is not None:
-            jax.block_until_ready(carry)
-            between()
-    return carry
-
-
 def _counts(batch: Batch) -> loss_lib.Counts:
     """Returns the denominators of the whole minibatch, including responses that are left out."""
     counted = batch.left_out.sum(axis=(0, 1))
@@ -186,13 +151,10 @@ class UpdatePrograms:
         self._gathered_layers, gathered_shardings = (None, None) if gathered is None else gathered
         self._param_shardings, self._expert_shape = param_shardings, expert_shape
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        # Output layouts are fixed: a state or sums in another layout would compile everything again. The old state is
-        # donated: weights and moments are updated in place. The base under adapters is not: it stays.
+        # The old state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
         self._whole = jax.jit(self._in_one_program, donate_argnames="state")
-        sums = self._sums_shardings()
-        self._begun_shardings = (gathered_shardings, sums, self._replicated)
-        self._begin = jax.jit(self._begun, out_shardings=self._begun_shardings)
-        self._accumulate = jax.jit(self._accumulated, donate_argnames="sums", out_shardings=sums)
+        begun_shardings = gathered_shardings, self._sums_shardings(), self._replicated
+        self._chain = Chain(self._begun, self._accumulated, begun_shardings, micro_batches_per_program)
         self._finish = jax.jit(self._finished, donate_argnames="state")
 
     def _sums_shardings(self) -> Sums:
@@ -212,7 +174,7 @@ class UpdatePrograms:
 
     def is_chain(self, batch: Batch) -> bool:
         """Returns True where the update on a minibatch is made by several programs."""
-        return batch.tokens.shape[0] > self.micro_batches_per_program
+        return self._chain.num_programs(batch) > 1
 
     def __call__(
         self,
@@ -229,41 +191,20 @@ class UpdatePrograms:
         rounding (`logprob_gap.gap_limits`). Only responses of this `policy_version` were drawn from the weights of
         `state` and are compared; None: all are. `base` are the weights under adapters.
 
-        `between` is called after each program of a chain but the last one, when the program has ended; `state` still
-        has its arrays where it raises. None: the programs are queued, and none is waited for.
+        `between` is as for `Chain.sums`; `state` still has its arrays where it raises.
         """
         if not self.is_chain(batch):
             return self._whole(state, batch, base, policy_version)
-        return self._finish(state, batch, self._summed(state.params, batch, base, policy_version, between))
-
-    def _summed(
-        self,
-        params: Params,
-        batch: Batch,
-        base: Params | None,
-        policy_version: Version | None,
-        between: Callable[[], None] | None,
-    ) -> Sums:
-        """Runs all programs of the chain but the last; on return the copy of the layers' weights is released."""
-        layers, sums, live = self._begin(params, batch)
-
-        def accumulate(sums: Sums, first: Version) -> Sums:
-            return self._accumulate(sums, params, layers, batch, base, policy_version, first)
-
-        return run_chain(accumulate, sums, int(live), self.micro_batches_per_program, between)
+        sums = self._chain.sums(state.params, batch, base, policy_version, between=between)
+        return self._finish(state, batch, sums)
 
     def programs(self, state: LearnerState, batch: Batch, base: Params | None) -> dict[str, Lower]:
         """Returns the programs of an update, lowered on demand for abstract arguments; "update" has the loop."""
         version = np.int32(0)
         if not self.is_chain(batch):
             return {"update": lambda: self._whole.lower(state, batch, base, version)}
-        begun = jax.eval_shape(self._begun, state.params, batch)
-        layers, sums, _ = with_shardings(begun, self._begun_shardings)
-        return {
-            "begin update": lambda: self._begin.lower(state.params, batch),
-            "update": lambda: self._accumulate.lower(sums, state.params, layers, batch, base, version, np.int32(0)),
-            "finish update": lambda: self._finish.lower(state, batch, sums),
-        }
+        programs, sums = self._chain.programs(("begin update", "update"), state.params, batch, base, version)
+        return programs | {"finish update": lambda: self._finish.lower(state, batch, sums)}
 
     # ---- the computation ---------------------------------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ def _score_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list[
     learner = run.learner
     lowered, cost = learner.score_programs(run.policy, run.batch), roofline.learner_call
     loop = Program("score", lowered["score"], cost(learner.architecture, layout, update=False), "call", beside)
-    if learner.scoring_programs(run.batch) == 1:
+    if learner.scoring.num_programs(run.batch) == 1:
         return [loop]
     copied = _copied_bytes(run)
     unread = mesh_lib.shard_bytes(run.batch) + (0 if copied else mesh_lib.shard_bytes(run.policy))

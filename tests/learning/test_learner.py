@@ -23,9 +23,9 @@ from reinforce_ada_jax.config import (
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.batch import Example, make_batch
+from reinforce_ada_jax.learning.chain import num_live
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.loss import LossConfig, aggregate, clipped_policy_loss, denominators, kl_estimate
-from reinforce_ada_jax.learning.update import num_live
 from reinforce_ada_jax.policy import experts, lora, transformer
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Response
