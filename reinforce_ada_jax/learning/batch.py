@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
 from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.record import Record
 from reinforce_ada_jax.types import Response
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ class Example(NamedTuple):
     regularization: float = 1.0  # factor of its entropy and KL in the loss
 
 
-@struct.dataclass
-class Batch:
+class Batch(Record):
     """Rows of T tokens, each of up to S segments (prompt + response) side by side, padded on the right.
 
     B rows, T = longest prompt + longest response. Arrays of response tokens have R columns, in the order of the row:
@@ -47,8 +46,6 @@ class Batch:
 
     `experts` are those that the sampler chose (`Response.experts`), in a model that has some.
     """
-
-    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
 
     tokens: Int[AnyArray, "*M B T"]  # of all segments
     positions: Int[AnyArray, "*M B T"]  # of each token in its own segment, from 0; 0 in padding

@@ -8,13 +8,12 @@ them up: the gradient passes the network between slices once an update.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -28,22 +27,18 @@ from reinforce_ada_jax.learning.chain import Chain, loop_bounds, micro_batch, nu
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.optimizer import state_shardings
 from reinforce_ada_jax.policy import experts
+from reinforce_ada_jax.policy.record import Record
 from reinforce_ada_jax.policy.transformer import Params
 
-if TYPE_CHECKING:
-    Count = Int[Array, ""]
-else:  # JAX also makes states of shapes, of shardings and of None
-    Count = object
 Version = Int[Array | np.ndarray, ""] | np.integer
 
 
-@struct.dataclass
-class LearnerState:
+class LearnerState(Record):
     """State between updates, or its shapes or shardings; `params` is what is trained: all weights, or the adapters."""
 
     params: Params
     optimizer: optax.OptState
-    updates: Count
+    updates: Int[Array, ""]
 
 
 def state_layout(

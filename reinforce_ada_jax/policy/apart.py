@@ -10,16 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+
+from reinforce_ada_jax.policy.record import Record
 
 LAYERS = "layers."  # begins the names of the stacked weights
 
 
-@struct.dataclass
-class Apart:
+class Apart(Record):
     """A weight of all layers: an array for each."""
-
-    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
 
     arrays: tuple[Any, ...]
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from reinforce_ada_jax.policy import experts, rotary, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.quantization import Quantized
+from reinforce_ada_jax.policy.record import Record
 from reinforce_ada_jax.policy.rounded import Rounded
 
 
@@ -49,14 +50,11 @@ class Declare:
         return nnx.Param(value, axes=axes)
 
 
-@struct.dataclass
-class Adapted:
+class Adapted(Record):
     """A frozen weight, and the low-rank product that is added to it: W + scaling * A B.
 
     "in" and "out" are the weight's own axes, as many as it has; stacked layers have one more in front.
     """
-
-    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
 
     weight: jax.Array  # [*in, *out]
     a: jax.Array  # [*in, rank]
@@ -64,22 +62,16 @@ class Adapted:
     scaling: float = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class RowAdapters:
+class RowAdapters(Record):
     """Use of the adapters of a bank by the rows of a batch."""
-
-    __no_type_check__ = True
 
     adapter: jax.Array  # [B]; -1: none
     in_use: jax.Array  # [count], those that some row uses at the front
     num_in_use: jax.Array
 
 
-@struct.dataclass
-class RowAdapted:
+class RowAdapted(Record):
     """A weight, and several adapters of it with their scaling in B; each row of a batch uses one of them or none."""
-
-    __no_type_check__ = True
 
     weight: jax.Array  # [*in, *out]
     a: jax.Array  # [count, *in, rank]

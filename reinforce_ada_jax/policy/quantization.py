@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from reinforce_ada_jax.policy.record import Record
 
 # Axes over which a product sums: each output has a scale of its own, which is multiplied after the sum. The embedding
 # has one for each token, an output where the head is tied to it.
@@ -26,11 +27,8 @@ SUMMED_AXES = {
 }
 
 
-@struct.dataclass
-class Quantized:
+class Quantized(Record):
     """A tensor as `values * scale`; the scale lacks the axes along which all values share one."""
-
-    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
 
     values: jax.Array  # int8
     scale: jax.Array  # float32

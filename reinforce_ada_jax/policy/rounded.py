@@ -15,19 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from reinforce_ada_jax.policy.quantization import SUMMED_AXES
+from reinforce_ada_jax.policy.record import Record
 
 
-@struct.dataclass
-class Rounded:
+class Rounded(Record):
     """A matrix whose products round it and the activations to bfloat16, and sum in float32."""
-
-    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
 
     values: jax.Array  # float32 or bfloat16; or uint16, the bits of bfloat16
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Int
+
+from reinforce_ada_jax.policy.record import Record
 
 NULL = 0
 # Triton multiplies matrices with at least this many rows and columns.
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
 else:
     ArrayLike = Array | np.ndarray
 Tokens = TypeVar("Tokens", int, Array, np.ndarray)
-
-
-class Record(struct.PyTreeNode):
-    """Frozen pytree of arrays, shardings or abstract shapes, so its fields are not checked at run time."""
-
-    __no_type_check__ = True
 
 
 def padded_head_dim(head_dim: int, backend: str) -> int:

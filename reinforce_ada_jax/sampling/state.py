@@ -15,9 +15,10 @@ from jaxtyping import Bool, Float, Int, UInt, UInt32
 from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import Lora
+from reinforce_ada_jax.policy.record import Record
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling.paged_attention import Pools, empty_pages
-from reinforce_ada_jax.sampling.pages import ArrayLike, PagePool, Record, padded_head_dim
+from reinforce_ada_jax.sampling.pages import ArrayLike, PagePool, padded_head_dim
 
 # Output status of a request: not finished, ended by a stop token, ended by its length limit.
 RUNNING, STOPPED, TRUNCATED = 0, 1, 2
