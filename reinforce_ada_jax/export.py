@@ -40,7 +40,7 @@ def main(workdir: buckets.Named, iteration: int | None, output: buckets.Named, a
         # Neither the mesh of the run nor its environments need to be on this machine.
         config = dataclasses.replace(_on_this_machine(config), environment=EnvironmentConfig())
         components = components_lib.build(config, components_lib.model_folder(config.model.path))
-        adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
+        adapters = lora.make(config.lora)
         if adapter and adapters is None:
             raise ValueError(f"{named} trained all weights (lora.rank is 0): export them without --adapter.")
         architecture, folder = components.architecture, components.folder

@@ -127,7 +127,7 @@ class Learner:
         self._is_invariant = config.model.numerics == "invariant"
         if self._is_invariant:
             invariant.check_platform(platform)
-        self.lora = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
+        self.lora = lora.make(config.lora)
         dtype = jnp.dtype(config.model.compute_dtype)
         self.platform = platform_lib.of_mesh(mesh, config.learning, architecture, dtype)
         platform_lib.check_parts(self.platform, mesh, config)

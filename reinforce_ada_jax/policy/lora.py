@@ -9,7 +9,6 @@ is in `layers.py`, files are in `adapter_files.py`.
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from reinforce_ada_jax.config import LoraConfig
 from reinforce_ada_jax.distributed.mesh import tensor_spec
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -48,9 +48,9 @@ class Lora:
         return self.alpha / self.rank
 
 
-def make(rank: int, alpha: float, targets: Collection[str]) -> Lora | None:
-    """Returns the adapters of rank `rank` on the projections `targets`; None where the rank is 0."""
-    return Lora(rank, alpha, tuple(name for name in TARGETS if name in targets)) if rank else None
+def make(settings: LoraConfig) -> Lora | None:
+    """Returns the adapters that the `lora` section of a configuration describes; None where its rank is 0."""
+    return Lora(settings.rank, settings.alpha, settings.projections) if settings.rank else None
 
 
 def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, Declared]:

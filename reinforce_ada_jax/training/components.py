@@ -204,7 +204,7 @@ def _adapters_apart(config: Config) -> lora.Lora | None:
     are merged: a step is faster, and invariant numerics need the same sums in sampler and learner.
     """
     is_float32 = config.model.compute_dtype == "float32" and config.sampling.weight_dtype == "model"
-    return None if is_float32 else lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
+    return None if is_float32 else lora.make(config.lora)
 
 
 def engine_options(
@@ -296,7 +296,7 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, the model's embedding only "
             f"{architecture.vocab_size} rows: they don't belong together."
         )
-    if adapters := lora.make(config.lora.rank, config.lora.alpha, config.lora.projections):
+    if adapters := lora.make(config.lora):
         lora.adapter_shapes(architecture, adapters)  # before any weight is read
     slots, reason = choose_slots(config, architecture, platform, strategy)
     options = engine_options(config, architecture, tokenizer.stop_ids, slots)

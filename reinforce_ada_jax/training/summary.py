@@ -108,7 +108,7 @@ def summary(
     """Returns the summary of a run: model, machine, budget, what a reward of the user's gives, where the files go."""
     architecture, options = components.architecture, components.engine.options
     collection = config.collection
-    adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
+    adapters = lora.make(config.lora)
     trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
     trained_bytes = 3 * trained * 4  # float32
     base_bytes = 0 if adapters is None else architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize

@@ -107,7 +107,7 @@ def merged(config: Config, components: Components, trained: Params) -> Params:
 
 
 def _over_base(config: Config, components: Components, trained: Params, base_dtype: str) -> Params:
-    adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
+    adapters = lora.make(config.lora)
     if adapters is None:
         return trained
     return lora.adapted(load_params(config, components, base_dtype), trained, adapters)

@@ -40,7 +40,7 @@ def test_two_steps_are_those_of_torch(name, loss, tmp_path):
     make_golden.random_model(MODELS[name], 7).save_pretrained(tmp_path / "base")
     mesh = mesh_lib.make_mesh()
     architecture, base = huggingface.load(tmp_path / "base", mesh)
-    chosen = lora.make(4, 32.0, LoraConfig(targets=("all-linear",)).projections)
+    chosen = lora.make(LoraConfig(rank=4, alpha=32.0))
     adapters = jax.device_put(random_adapters(architecture, chosen), lora.shardings(architecture, chosen, mesh))
     learner = AdapterLearner(architecture, base, mesh, np.float32)
     state = learner.with_new_optimizer(adapters, chosen)

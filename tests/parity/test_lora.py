@@ -31,7 +31,7 @@ def case(request, tmp_path_factory):
     base_folder, adapter_folder = (tmp_path_factory.mktemp("lora") / name for name in ("base", "adapter"))
     make_golden.random_model(MODELS[request.param], 7).save_pretrained(base_folder)
     architecture, base = huggingface.load(base_folder)
-    chosen = lora.make(4, 8.0, LoraConfig(targets=tuple(CASES[request.param])).projections)
+    chosen = lora.make(LoraConfig(rank=4, alpha=8.0, targets=tuple(CASES[request.param])))
     adapters = random_adapters(architecture, chosen)
     adapter_files.save(adapter_folder, architecture, adapters, chosen, base=base_folder)
     tokens = np.random.default_rng(0).integers(3, architecture.vocab_size, (2, 24)).astype(np.int32)

@@ -118,8 +118,7 @@ def test_targets_are_those_of_the_configuration_and_of_hugging_face():
 
 def test_settings():
     def made(**settings):
-        settings = LoraConfig(alpha=32.0, **settings)
-        return lora.make(settings.rank, settings.alpha, settings.projections)
+        return lora.make(LoraConfig(alpha=32.0, **settings))
 
     assert made(rank=0, targets=("all-linear",)) is None
     assert made(rank=8, targets=("all-linear",)) == lora.Lora(8, 32.0, tuple(lora.TARGETS))

@@ -18,7 +18,6 @@ import numpy as np
 from reinforce_ada_jax.learning.adapter_learner import token_losses
 from reinforce_ada_jax.learning.optimizer import AdamParams
 from reinforce_ada_jax.learning.update import LearnerState
-from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.serving.hosts import IDLE_S, DeviceThread
@@ -233,9 +232,9 @@ class Worker(DeviceThread):
         config, base = asked.lora_config, self.service.base(asked.base_model)
         self._check_rank(config.rank)
         targets = (*(ATTENTION if config.train_attn else ()), *(MLP if config.train_mlp else ()))
-        chosen = lora.make(config.rank, ALPHA, targets)
-        if chosen is None or not targets:
+        if not targets:
             raise ValueError("this server has adapters on attention and MLP: set train_attn or train_mlp.")
+        chosen = Lora(config.rank, ALPHA, targets)
         model = Model(request.model, base, chosen, base.learner.init(chosen, config.seed or 0))
         result = protocol.json_result(types.CreateModelResponse(model_id=model.id))
         return self._add(request, asked.session_id, model, asked.user_metadata, result)
