@@ -245,9 +245,7 @@ def attention(architecture: Architecture, options: flags.FlagValues) -> dict[str
     segment_ids = jnp.broadcast_to(jnp.int32(jnp.arange(length) >= first), (options.rows, length))
 
     def values_and_gradients(attend, query, key, value, slope):
-        mixed, vjp = jax.vjp(
-            lambda *x: attend(*x, transformer.LayerPlace(0), None, segment_ids=segment_ids)[0], query, key, value
-        )
+        mixed, vjp = jax.vjp(lambda *x: attend(*x, transformer.LayerPlace(0), segment_ids), query, key, value)
         return mixed, *vjp(slope)
 
     def measured_by(name: str) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.platform import Platform, activation_dtype
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import blocked_attention, cudnn_attention, rounded
-from reinforce_ada_jax.policy.transformer import Decoder, Execution, SegmentAttend, ShardingConstraint, causal_attend
+from reinforce_ada_jax.policy.transformer import Decoder, Execution, RowAttend, causal_attend
 
 
-def choose_attention(platform: Platform, mesh: Mesh) -> SegmentAttend:
+def choose_attention(platform: Platform, mesh: Mesh) -> RowAttend:
     """Returns the attention that a platform names."""
     if platform.attention == "jnp":
         return causal_attend
@@ -36,9 +36,7 @@ def row_settings(platform: Platform, mesh: Mesh, dtype: DTypeLike) -> dict[str, 
     # attention of all rows.
     by_row = mesh_lib.sharding(mesh, ("parts", None, None))
     name = mesh.devices.flat[0].platform
-    execution = Execution(
-        activation_dtype(dtype, name), rounded.applies(dtype, name), platform.remat, ShardingConstraint(by_row)
-    )
+    execution = Execution(activation_dtype(dtype, name), rounded.applies(dtype, name), platform.remat, by_row)
     return dict(attend=choose_attention(platform, mesh), execution=execution)
 
 

@@ -45,7 +45,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
     Execution,
     Params,
-    SegmentAttend,
+    RowAttend,
     causal_attend,
     hidden_states_and_load,
     merge,
@@ -65,7 +65,7 @@ def response_logprobs(
     head: HeadConfig,
     *,
     execution: Execution,
-    attend: SegmentAttend = causal_attend,
+    attend: RowAttend = causal_attend,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"], Float[Array, "L E"] | None]:
     """Computes the log-probability of every response token, the entropy where it was chosen, and the load of experts.
 

@@ -125,12 +125,12 @@ def _backward(residuals, d_mixed):
 _attention.defvjp(_forward, _backward)
 
 
-def attend(query, key, value, layer, carry, *, segment_ids: Segments = None):
+def attend(query, key, value, layer, segment_ids: Segments = None):
     """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments."""
-    return _attend(query, key, value, layer.sinks, Visible(segment_ids, layer.reach)), carry, None
+    return _attend(query, key, value, layer.sinks, Visible(segment_ids, layer.reach))
 
 
-def attend_parts(query, key, value, layer, carry, *, mesh: Mesh, segment_ids: Segments = None):
+def attend_parts(query, key, value, layer, segment_ids: Segments = None, *, mesh: Mesh):
     """Computes the same for rows that `mesh.cut_rows` has cut; each device reads the keys and values of all parts."""
     count = mesh.shape["context"]
 
@@ -144,7 +144,7 @@ def attend_parts(query, key, value, layer, carry, *, mesh: Mesh, segment_ids: Se
     heads, row = mesh_lib.spec(("parts", None, "heads", None)), mesh_lib.spec(("parts", None))
     in_specs = (heads, heads, heads, row, PartitionSpec(), mesh_lib.spec(("heads",)))
     over_mesh = mesh_lib.shard_map(local, mesh, in_specs=in_specs, out_specs=heads)
-    return over_mesh(query, key, value, segment_ids, layer.slides, layer.sinks), carry, None
+    return over_mesh(query, key, value, segment_ids, layer.slides, layer.sinks)
 
 
 def _attend(query, key, value, sinks, sees: Visible):

@@ -90,12 +90,12 @@ def _local(
     return cast(Array, mixed)
 
 
-def attend(query, key, value, layer, carry, *, mesh: Mesh, max_segments: int, segment_ids=None):
+def attend(query, key, value, layer, segment_ids=None, *, mesh: Mesh, max_segments: int):
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
-    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Arguments are as of
-    `transformer.Attend`; segment ids are ascending in each row, with at most `max_segments` sequences. Raises
-    ValueError for packed rows with 2^31 numbers of queries or more on a device.
+    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Segment ids ascend in
+    each row, with at most `max_segments` sequences. Raises ValueError for packed rows with 2^31 numbers of queries or
+    more on a device.
     """
     del layer  # none is a sliding one, and none has sinks: `platform.resolve` refuses them
     heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
@@ -105,4 +105,4 @@ def attend(query, key, value, layer, carry, *, mesh: Mesh, max_segments: int, se
         in_specs=(heads, heads, heads, None if segment_ids is None else row),
         out_specs=heads,
     )
-    return local(query, key, value, segment_ids), carry, None
+    return local(query, key, value, segment_ids)

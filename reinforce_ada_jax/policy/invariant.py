@@ -85,14 +85,11 @@ def attention(
 
     A tile of keys beyond a row's length changes none of its bits: sums are multiplied by 1, and zeros are added.
     """
-    (_, num_heads, head_dim), reach = query.shape, layer.reach
+    _, num_heads, head_dim = query.shape
     grouped = (query * head_dim**-0.5).reshape(ROWS, num_kv_heads, num_heads // num_kv_heads, head_dim).swapaxes(0, 1)
 
     def add(index, partial):
-        token = index * KEYS + jnp.arange(KEYS)[None]
-        seen = token < lengths[:, None]
-        if reach is not None:
-            seen = seen & (token >= lengths[:, None] - reach)
+        seen = layer.sees(index * KEYS + jnp.arange(KEYS)[None], lengths[:, None])
         inputs = jax.lax.optimization_barrier((*read(index), seen, partial))
         return jax.lax.optimization_barrier(_add_keys(grouped, *inputs))
 

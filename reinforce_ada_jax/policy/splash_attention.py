@@ -90,12 +90,12 @@ def _local(
     return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
 
 
-def attend(query, key, value, layer, carry, *, mesh: Mesh, segment_ids=None, interpret: bool = False):
+def attend(query, key, value, layer, segment_ids=None, *, mesh: Mesh, interpret: bool = False):
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
     Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Rows that
     `mesh.cut_rows` has cut have parts of a multiple of 128 tokens; a device reads keys and values of all parts of its
-    rows. Arguments are as of `transformer.Attend`; `interpret` runs the kernels without a TPU.
+    rows. `interpret` runs the kernels without a TPU.
     """
     heads, row = mesh_lib.spec(("parts", None, "heads", None)), mesh_lib.spec(("parts", None))
     context, num_heads = mesh.shape["context"], query.shape[2] // mesh.shape["tensor"]
@@ -110,4 +110,4 @@ def attend(query, key, value, layer, carry, *, mesh: Mesh, segment_ids=None, int
         in_specs=(of_masks, heads, heads, heads, None if segment_ids is None else row, slides, sinks),
         out_specs=heads,
     )
-    return local(kernels, query, key, value, segment_ids, layer.slides, layer.sinks), carry, None
+    return local(kernels, query, key, value, segment_ids, layer.slides, layer.sinks)

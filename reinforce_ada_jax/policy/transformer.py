@@ -30,8 +30,8 @@ Params = dict[str, Any]
 Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
 # attend(query, key, value, layer, carry) -> (mixed, carry, of_layer): the attention of one layer, a `LayerPlace`.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any, Any]]
-# The same with segment_ids=[B, T] by name: a token attends to its own segment.
-SegmentAttend = Callable[..., tuple[jax.Array, Any, Any]]
+# attend(query, key, value, layer, segment_ids) -> mixed: over whole rows; a token attends to its own segment, if any.
+RowAttend = Callable[..., jax.Array]
 # rowwise(function, *arrays) applies a function of rows to arrays of rows ([B, ...]).
 Rowwise = Callable[..., Any]
 
@@ -68,22 +68,13 @@ class LayerPlace(NamedTuple):
         """Tokens that a token sees, itself included; None: all before it."""
         return None if self.slides is None else jnp.where(self.slides, self.window, jnp.iinfo(jnp.int32).max // 2)
 
+    def sees(self, token: Int[Array, "..."], length: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns True where the last of `length` tokens sees a token."""
+        seen = token < length
+        return seen if (reach := self.reach) is None else seen & (token >= length - reach)
+
 
 FULL_LAYER = LayerPlace(0)  # without a window, and without sinks
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardingConstraint:
-    """Fixes the sharding of the residual stream, where the compiler must not choose it."""
-
-    sharding: NamedSharding | None = None  # None: the compiler chooses it
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns x with that sharding."""
-        return x if self.sharding is None else jax.lax.with_sharding_constraint(x, self.sharding)
-
-
-unconstrained = ShardingConstraint()
 
 
 def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
@@ -98,9 +89,13 @@ class Execution:
     dtype: DTypeLike  # of activations and matrix products; weights are cast where they are used
     rounds: bool = False  # products round to bfloat16 (`rounded.py`), and so are the final hidden states
     remat: str | None = None  # of `REMAT`; None: all activations are kept for the backward pass
-    constrain: ShardingConstraint = unconstrained  # of the residual stream, before and after each layer
+    rows: NamedSharding | None = None  # sharding of the residual stream; None: the compiler chooses it
     mesh: Mesh | None = None  # where experts are split over `tensor` and nothing is constrained
     rowwise: Rowwise = all_rows  # all but attention: all rows at once, or `invariant.by_tiles`, which knows no banks
+
+    def constrain(self, x: jax.Array) -> jax.Array:
+        """Returns x with the sharding of `rows`."""
+        return x if self.rows is None else jax.lax.with_sharding_constraint(x, self.rows)
 
 
 class Decoder(nnx.Module):
@@ -175,7 +170,7 @@ def embed(model: Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array
 
 def _first_states(model: Decoder, tokens: Int[Array | np.ndarray, "B T"], execution: Execution) -> Array:
     """Returns what enters the first layer; Gemma scales embeddings by sqrt(D)."""
-    mesh = None if execution.constrain.sharding is None else execution.constrain.sharding.mesh
+    mesh = None if execution.rows is None else execution.rows.mesh
     if isinstance(mesh, Mesh) and mesh_lib.num_slices(mesh) > 1:
         x = mesh_lib.rows_of_table(model.embedding.get_value(), tokens, mesh).astype(execution.dtype)
     else:
@@ -193,7 +188,7 @@ def _after_attention(architecture: Architecture, layer: Layer, execution: Execut
     def mlp(x):
         if isinstance(layer.mlp, MLP):
             return layer.mlp(x), None
-        return layer.mlp(x, replayed, rows=execution.constrain.sharding, mesh=execution.mesh)
+        return layer.mlp(x, replayed, rows=execution.rows, mesh=execution.mesh)
 
     mixed = layer.attention.merge_heads(mixed)
     if architecture.norm_place == "after":
@@ -223,19 +218,11 @@ def run(
 ) -> tuple[Float[Array, "B T D"], Any, LayerValues]:
     """Runs all layers over `tokens`: by a scan, or one by one where their weights are arrays of their own.
 
-    Args:
-      model: from `merge`.
-      tokens: ids; those in padding only reach padding.
-      positions: of each token in its own sequence, from 0.
-      attend: attention of a layer (`Attend`); takes and returns `carry`, and returns values of the layer.
-      carry: e.g. the pages of the cache, updated layer by layer.
-      execution: how they are computed.
-      adapter: index of each row's adapter in the banks of `model` (`lora.bank`), if there are any; -1 for none.
-      routing: what is done with the choices of routers, where a model has some; tokens are counted where all rows are
-        computed at once.
+    `positions` count in each sequence, from 0. `carry` passes from layer to layer through `attend`, e.g. the pages of
+    the cache. `adapter` is the index of each row's adapter in the banks of `model` (`lora.bank`); -1 for none. Experts
+    are counted (`routing`) where all rows are computed at once.
 
-    Returns:
-      (hidden states after the final norm, last carry, values of the layers).
+    Returns (hidden states after the final norm, last carry, values of the layers).
     """
     graph, state = nnx.split(model.layers)
     stacked, architecture = nnx.to_pure_dict(state), model.architecture
@@ -245,7 +232,7 @@ def run(
     numbers = np.arange(architecture.num_layers)
     is_rotated = 1 - np.isin(numbers, architecture.unrotated_layers).astype(np.int32)
     is_sliding = np.isin(numbers, architecture.sliding_layers)
-    remat, constrain, rowwise = execution.remat, execution.constrain, execution.rowwise
+    remat, rowwise = execution.remat, execution.rowwise
 
     def one_layer(state, inputs):
         x, carry = state
@@ -278,12 +265,12 @@ def run(
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
     x = _first_states(model, tokens, execution)
     with whole_products(execution.dtype, execution.rounds):
-        (x, carry), values = over_layers(one_layer, (constrain(x), carry), stacked, architecture.num_layers)
+        (x, carry), values = over_layers(one_layer, (execution.constrain(x), carry), stacked, architecture.num_layers)
     x = rowwise(lambda x: norm(architecture, x, model.final_norm[...]), x)
     return round_to_bfloat16(x).astype(jnp.bfloat16) if execution.rounds else x, carry, values
 
 
-def causal_attend(query, key, value, layer, carry, *, segment_ids=None):
+def causal_attend(query, key, value, layer, segment_ids=None):
     """Computes causal attention: a token sees itself and those before it, in its segment, within its window."""
     own = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     if layer.reach is not None:
@@ -292,8 +279,8 @@ def causal_attend(query, key, value, layer, carry, *, segment_ids=None):
         own = near if own is None else own & near
     with jax.numpy_dtype_promotion("standard"):  # jax promotes bfloat16 to float32 in it
         if layer.sinks is not None:
-            return _attend_with_sinks(query, key, value, layer.sinks, own), carry, None
-        return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True), carry, None
+            return _attend_with_sinks(query, key, value, layer.sinks, own)
+        return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True)
 
 
 def _attend_with_sinks(query, key, value, sinks, own):
@@ -307,12 +294,17 @@ def _attend_with_sinks(query, key, value, sinks, own):
     return jax.nn.dot_product_attention(query, key, value, score, jnp.pad(seen, last, constant_values=True))
 
 
+def of_rows(attend: RowAttend, segment_ids: Int[Array | np.ndarray, "B T"] | None = None) -> Attend:
+    """Returns the attention of whole rows as `run` takes it."""
+    return lambda query, key, value, layer, carry: (attend(query, key, value, layer, segment_ids), carry, None)
+
+
 def hidden_states(
     model: Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
     *,
     execution: Execution,
-    attend: SegmentAttend = causal_attend,
+    attend: RowAttend = causal_attend,
 ) -> Float[Array, "B T D"]:
     """Computes hidden states in a causal forward pass over rows of one sequence each, padded on the right."""
     return hidden_states_and_load(model, tokens, attend=attend, execution=execution)[0]
@@ -324,7 +316,7 @@ def hidden_states_and_load(
     *,
     positions: Int[Array | np.ndarray, "B T"] | None = None,
     segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
-    attend: SegmentAttend = causal_attend,
+    attend: RowAttend = causal_attend,
     execution: Execution,
     routing: experts.Routing = experts.FREE,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "L E"] | None]:
@@ -332,13 +324,12 @@ def hidden_states_and_load(
 
     Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it. Where a
     row has several sequences, `positions` count in each of them, and a token sees only the sequence of its own segment
-    id. Without them a row is one sequence. `attend` is `causal_attend` or another implementation of it, and gets
-    `segment_ids` by name.
+    id. Without them a row is one sequence. `attend` is `causal_attend` or another implementation of it.
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    attend = functools.partial(attend, segment_ids=segment_ids)
-    hidden, _, values = run(model, tokens, positions, attend, execution=execution, routing=routing)
+    attention = of_rows(attend, segment_ids)
+    hidden, _, values = run(model, tokens, positions, attention, execution=execution, routing=routing)
     return hidden, values.load
 
 

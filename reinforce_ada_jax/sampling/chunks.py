@@ -108,7 +108,6 @@ def chunk_attention(
     num_queries, num_heads, head_dim = query.shape
     kv_heads, _, page_size, padded_dim = key_pages.shape
     group, at_a_time = num_heads // kv_heads, max(1, TOKENS_AT_A_TIME // page_size)
-    reach = layer.reach
     dtype = query.dtype if isinstance(key_pages, Quantized) else key_pages.dtype
     padding = (0, -visible.page.shape[0] % at_a_time)
     page, column = jnp.pad(visible.page, padding), jnp.pad(visible.column, padding)
@@ -125,9 +124,7 @@ def chunk_attention(
         keys, values = (jax.tree.map(lambda x: x[:, first_page + pages], pool) for pool in (key_pages, value_pages))
         own = ((table[:, columns] == pages[None]) & (pages != NULL)[None])[..., None]
         token = (columns[:, None] * page_size + jnp.arange(page_size)[None])[None]
-        seen = token < lengths[:, None, None]
-        if reach is not None:
-            seen = seen & (token >= lengths[:, None, None] - reach)
+        seen = layer.sees(token, lengths[:, None, None])
         seen = jnp.repeat((own & seen).reshape(num_queries, -1), group, axis=0)
         scores = jnp.einsum("KQH,KTH->KQT", grouped, in_one_row(keys), preferred_element_type=jnp.float32)
         if isinstance(keys, Quantized):

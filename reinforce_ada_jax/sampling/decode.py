@@ -51,8 +51,7 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
     """Computes keys and values of right-padded prompts; those from `length - 1` on are never read."""
 
     def attend(query, key, value, layer, carry):
-        mixed, carry, _ = causal_attend(query, key, value, layer, carry)
-        return mixed, carry, (key, value)
+        return causal_attend(query, key, value, layer), carry, (key, value)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     _, _, values = run(model, tokens, positions, attend, execution=execution)

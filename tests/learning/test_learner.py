@@ -477,7 +477,8 @@ def test_the_record_decides_which_experts_score_a_token():
     of, rows = learner(architecture=architecture), replaying(architecture, batch())
     positions = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1]), rows.tokens.shape)
     values = transformer.run(
-        transformer.merge(architecture, params), rows.tokens, positions, transformer.causal_attend,
+        transformer.merge(architecture, params), rows.tokens, positions,
+        transformer.of_rows(transformer.causal_attend),
         execution=transformer.Execution(jnp.float32), routing=experts.Routing(records=True),
     )[2]  # fmt: skip
     own = score(of, rows.replace(experts=np.asarray(experts.record(architecture, values.chosen))), params)

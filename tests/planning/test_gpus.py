@@ -70,9 +70,7 @@ def test_attention_of_the_learner_compiles(topology, packed):
     segment_ids = jax.ShapeDtypeStruct((2, 256), jnp.int32) if packed else None
 
     def loss(arrays, segment_ids):
-        mixed = cudnn_attention.attend(
-            *arrays, LayerPlace(0), None, mesh=mesh, max_segments=4, segment_ids=segment_ids
-        )[0]
+        mixed = cudnn_attention.attend(*arrays, LayerPlace(0), segment_ids, mesh=mesh, max_segments=4)
         return jnp.sum(mixed, dtype=jnp.float32)
 
     with gpus.answering_for(devices[0]):

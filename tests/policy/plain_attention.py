@@ -31,8 +31,7 @@ def _both(arrays, segment_ids, attend, window, slides):
 
     def weighted(arrays):
         place = LayerPlace(0, window, slides, *arrays[3:])
-        mixed, carry, kept = attend(*arrays[:3], place, None, segment_ids=segment_ids)
-        assert carry is None and kept is None
+        mixed = attend(*arrays[:3], place, segment_ids)
         return jnp.vdot(mixed, jax.random.normal(jax.random.key(1), mixed.shape)), mixed
 
     (_, mixed), gradients = jax.value_and_grad(weighted, has_aux=True)(arrays)
@@ -42,11 +41,10 @@ def _both(arrays, segment_ids, attend, window, slides):
 def in_parts(attend, count):
     """An attention of whole rows by one of their parts."""
 
-    def whole(*arguments, segment_ids=None):
-        *arrays, layer, carry = arguments  # sinks are in the layer
+    def whole(*arguments):
+        *arrays, layer, segment_ids = arguments  # sinks are in the layer
         parts, ids = [cut_rows(x, count) for x in arrays], None if segment_ids is None else cut_rows(segment_ids, count)
-        mixed, *rest = attend(*parts, layer, carry, segment_ids=ids)
-        return join_rows(mixed, count), *rest
+        return join_rows(attend(*parts, layer, ids), count)
 
     return whole
 

@@ -53,7 +53,7 @@ def _modules(architecture, params, recording):
     query, key, value = layer.attention.project(into["attention"], positions, slides)
     sinks = layer.attention.sinks[...] if architecture.attention_sinks else None
     place = transformer.LayerPlace(0, architecture.window, slides, sinks)
-    mixed, _, _ = transformer.causal_attend(query, key, value, place, None)
+    mixed = transformer.causal_attend(query, key, value, place)
     fed = layer.mlp(into["feed_forward"])
     return {
         "frequencies": layers.rotary_frequencies(architecture),

@@ -55,7 +55,7 @@ def test_the_backward_pass_keeps_no_scores():
     arrays, _ = make_case(240, 4, 2, 16)
 
     def loss(query, key, value):
-        return blocked_attention.attend(query, key, value, LayerPlace(0), None)[0].sum()
+        return blocked_attention.attend(query, key, value, LayerPlace(0)).sum()
 
     # Beside the arguments: the result [2, 2, 2, 240, 16], and a number for each query of a head.
     kept = jax.eval_shape(lambda *x: jax.vjp(jax.checkpoint(loss, policy=REMAT["dots"]), *x)[1], *arrays)
@@ -64,7 +64,7 @@ def test_the_backward_pass_keeps_no_scores():
 
 def test_keeps_the_dtype():
     def with_slopes(*arrays):
-        mixed, vjp = jax.vjp(lambda *x: blocked_attention.attend(*x, LayerPlace(0), None)[0], *arrays)
+        mixed, vjp = jax.vjp(lambda *x: blocked_attention.attend(*x, LayerPlace(0)), *arrays)
         return mixed, *vjp(mixed)
 
     arrays = [x.astype(jnp.bfloat16) for x in make_case(140, 4, 2, 16)[0]]

@@ -72,9 +72,7 @@ def test_lowers_to_kernels_of_cudnn(packed, axes, without_a_gpu):
     segment_ids = jax.ShapeDtypeStruct((8, 1024), jnp.int32) if packed else None
 
     def loss(arrays, segment_ids):
-        mixed = attend(*arrays, LayerPlace(0), None, mesh=make_mesh(**axes), max_segments=16, segment_ids=segment_ids)[
-            0
-        ]
+        mixed = attend(*arrays, LayerPlace(0), segment_ids, mesh=make_mesh(**axes), max_segments=16)
         return jnp.sum(mixed, dtype=jnp.float32)
 
     program = jax.jit(jax.value_and_grad(loss)).trace(arrays, segment_ids)
@@ -89,7 +87,7 @@ def test_offsets_beyond_32_bits_are_refused(without_a_gpu):
     segment_ids = jax.ShapeDtypeStruct((rows, 4096), jnp.int32)
     with pytest.raises(ValueError, match="2,151,677,952 numbers.*raise learning.micro_batches"):
         jax.eval_shape(
-            lambda x, ids: attend(*x, LayerPlace(0), None, mesh=make_mesh(), max_segments=16, segment_ids=ids)[0],
+            lambda x, ids: attend(*x, LayerPlace(0), ids, mesh=make_mesh(), max_segments=16),
             arrays, segment_ids,
         )  # fmt: skip
 

@@ -290,7 +290,7 @@ def test_each_row_has_its_own_adapter_of_a_bank_or_none():
     def last_hidden(params, adapter):
         model = transformer.merge(architecture, params)
         execution = transformer.Execution(jnp.float32)
-        attend = transformer.causal_attend
+        attend = transformer.of_rows(transformer.causal_attend)
         return transformer.run(model, tokens, positions, attend, execution=execution, adapter=adapter)[0][:, -1]
 
     rows = np.asarray(last_hidden(bank, np.array([2, -1, 0, 1])))

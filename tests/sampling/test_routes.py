@@ -39,7 +39,8 @@ def chosen(architecture, params, tokens):
     """[B, T, LC]: the experts of each token in a full forward pass."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     values = transformer.run(
-        transformer.merge(architecture, params), tokens, positions, transformer.causal_attend,
+        transformer.merge(architecture, params), tokens, positions,
+        transformer.of_rows(transformer.causal_attend),
         execution=Execution(jnp.float32), routing=experts.Routing(records=True),
     )[2]  # fmt: skip
     return experts.record(architecture, values.chosen)
