@@ -69,9 +69,8 @@ def aggregate(
     per_token: Tokens,
     mask: Mask,
     aggregation: str,
+    counts: Counts,
     *,
-    num_tokens: Float[Array, ""] | float,
-    num_rows: Float[Array, ""] | float,
     row_tokens: int | None = None,
     segment_one_hot: SegmentOneHot | None = None,
 ) -> Float[Array, ""]:
@@ -82,24 +81,23 @@ def aggregate(
         seq-mean-token-sum-norm  sum of all tokens / (num_rows row_tokens), a constant length (Dr. GRPO, 2503.20783)
         seq-mean-token-mean      sum over responses of their token means / num_rows (GRPO, 2402.03300)
 
-    Values where the mask is 0 may be anything (though nan there would spoil a gradient: mask before computing).
-    `num_tokens` and `num_rows`, the responses with tokens, are those of the whole minibatch, of which these values may
-    be a part (`denominators`). A response may have `row_tokens` tokens (None: T). `segment_one_hot` is as for
-    `segment_sums`.
+    Values where the mask is 0 may be anything (though nan there would spoil a gradient: mask before computing). The
+    counts are those of the whole minibatch, of which these values may be a part. A response may have `row_tokens`
+    tokens (None: T). `segment_one_hot` is as for `segment_sums`.
 
     Raises:
       ValueError: an unknown name.
     """
     row_sums = masked(per_token, mask).sum(axis=-1)
     if aggregation == "token-mean":
-        return row_sums.sum() / num_tokens
+        return row_sums.sum() / counts.num_tokens
     if aggregation == "seq-mean-token-sum":
-        return row_sums.sum() / num_rows
+        return row_sums.sum() / counts.num_rows
     if aggregation == "seq-mean-token-sum-norm":
-        return row_sums.sum() / (num_rows * (mask.shape[-1] if row_tokens is None else row_tokens))
+        return row_sums.sum() / (counts.num_rows * (mask.shape[-1] if row_tokens is None else row_tokens))
     if aggregation == "seq-mean-token-mean":
         lengths = segment_sums(mask.astype(jnp.float32), segment_one_hot)
-        return (masked(per_token, mask) / jnp.maximum(lengths, 1.0)).sum() / num_rows
+        return (masked(per_token, mask) / jnp.maximum(lengths, 1.0)).sum() / counts.num_rows
     raise ValueError(
         f"aggregation is {aggregation!r}; it must be one of token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, "
         "seq-mean-token-mean."
@@ -146,12 +144,12 @@ def policy_loss(
       ValueError: a cap without behaviour_logprobs, a KL coefficient without reference_logprobs, or an unknown name.
     """
     mask, segment_one_hot, regularization = sampled.mask, sampled.segment_one_hot, sampled.regularization
-    sizes = (denominators(mask, segment_one_hot) if counts is None else counts)._asdict()
+    sizes = denominators(mask, segment_one_hot) if counts is None else counts
     terms = policy_terms(config, logprobs, sampled)
 
     def mean(values, aggregation=config.aggregation):
         rest = {"row_tokens": config.row_tokens, "segment_one_hot": segment_one_hot}
-        return aggregate(values, mask, aggregation, **sizes, **rest)
+        return aggregate(values, mask, aggregation, sizes, **rest)
 
     def regularizer(values):
         return mean(values if regularization is None else regularization * values)

@@ -34,7 +34,7 @@ class SupervisedLearner(Learner):
         def mean(values: loss_lib.Tokens, aggregation: str) -> Float[Array, ""]:
             row_tokens = self._loss_config.row_tokens
             return loss_lib.aggregate(
-                values, mask, aggregation, **counts._asdict(), row_tokens=row_tokens, segment_one_hot=segments
+                values, mask, aggregation, counts, row_tokens=row_tokens, segment_one_hot=segments
             )
 
         loss = mean(-micro.advantages * jnp.where(mask, logprobs, 0.0), self._loss_config.aggregation)

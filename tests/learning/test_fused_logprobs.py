@@ -74,8 +74,7 @@ def plain_loss(hidden, head, arrays, counts=None, *, config, tied):
             for name in ("clip_low", "clip_high", "dual_clip", "aggregation", "truncated_is_cap", "ratio")
         },
     )
-    num_tokens, num_rows = loss_lib.denominators(mask)
-    mean = functools.partial(loss_lib.aggregate, mask=mask, num_tokens=num_tokens, num_rows=num_rows)
+    mean = functools.partial(loss_lib.aggregate, mask=mask, counts=loss_lib.denominators(mask))
     kl = loss_lib.kl_estimate(logprobs, arrays["reference_logprobs"], config.kl_kind)
     loss = loss - config.entropy_coefficient * mean(entropy, aggregation=aggregation)
     loss = loss + config.kl_coefficient * mean(kl, aggregation=aggregation)

@@ -169,8 +169,7 @@ def naive_loss(statistics, arrays, config):
             clip_high=config.clip_high, dual_clip=config.dual_clip, aggregation=config.aggregation,
             behaviour_logprobs=arrays["behaviour"], truncated_is_cap=config.truncated_is_cap, ratio=config.ratio,
         )  # fmt: skip
-        num_tokens, num_rows = denominators(arrays["mask"])
-        mean = functools.partial(aggregate, mask=arrays["mask"], num_tokens=num_tokens, num_rows=num_rows)
+        mean = functools.partial(aggregate, mask=arrays["mask"], counts=denominators(arrays["mask"]))
         value = value - config.entropy_coefficient * mean(entropy, aggregation=config.aggregation)
         metrics |= {"entropy": mean(entropy, aggregation="token-mean")}
         if config.kl_coefficient:

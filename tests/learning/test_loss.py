@@ -13,6 +13,7 @@ import pytest
 
 from reinforce_ada_jax.config import values
 from reinforce_ada_jax.learning.loss import (
+    Counts,
     SampledTokens,
     aggregate,
     clipped_policy_loss,
@@ -365,14 +366,14 @@ def test_micro_batches_sum_to_the_whole(aggregation):
     batch = random_batch(1)
     (loss, metrics), gradient = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
     assert 0 < metrics["dual_clip_fraction"] < 1 and 0 < metrics["clip_fraction"] < 1
-    num_tokens, num_rows = denominators(batch["mask"])
+    counts = denominators(batch["mask"])
 
     @jax.jit
     @jax.value_and_grad
     def part(logprobs, rest):
         config = LossConfig(**CLIPS, aggregation=aggregation, truncated_is_cap=2.0)
         terms = policy_terms(config, logprobs, SampledTokens(**rest))
-        return aggregate(terms.loss, rest["mask"], aggregation, num_tokens=num_tokens, num_rows=num_rows)
+        return aggregate(terms.loss, rest["mask"], aggregation, counts)
 
     for rows in (4, 1):
         parts = [{name: values[start : start + rows] for name, values in batch.items()} for start in range(0, 8, rows)]
@@ -420,8 +421,8 @@ def test_the_pieces_keep_garbage_out_by_themselves(garbage):
     for term in policy_terms(config, logprobs, SampledTokens(**dirty, mask=mask)):
         assert np.isfinite(term).all() and not np.asarray(term)[~mask].any()
     # As an entropy comes from the policy: nan where there is no token.
-    expected = aggregate(batch["logprobs"], mask, "token-mean", num_tokens=4.0, num_rows=2.0)
-    assert aggregate(logprobs, mask, "token-mean", num_tokens=4.0, num_rows=2.0) == expected
+    expected = aggregate(batch["logprobs"], mask, "token-mean", Counts(4.0, 2.0))
+    assert aggregate(logprobs, mask, "token-mean", Counts(4.0, 2.0)) == expected
 
 
 def test_only_the_current_logprobs_are_differentiated():
