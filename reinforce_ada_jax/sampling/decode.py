@@ -123,8 +123,7 @@ def _refill(
 
     def start(small, _):
         small = slots_lib.start(small, options.page_size, reserve, expected)
-        copied, count = slots_lib.first_pages(small, ~before, options.page_size, layout.rings)
-        return small, (*(layout.of_layers(*numbers) for numbers in copied), count)
+        return small, slots_lib.first_pages(small, ~before, options.page_size, layout)
 
     nothing = jnp.zeros((len(layout.first), options.slots), jnp.int32)
     state, (source, target, count) = _change(state, wanted, start, (nothing, nothing, jnp.int32(0)))
@@ -251,7 +250,8 @@ def _append_tokens(
     at = slots.count[:, None] + place
     if state.routes is not None:
         since = at - outputs.start[requests.output_row][:, None]
-        state = state.replace(routes=state.routes.with_inputs(row, since, of_slots(computed.routes)))
+        routes = state.routes.of_responses.at[row, since].set(of_slots(computed.routes), mode="drop")
+        state = state.replace(routes=state.routes.replace(of_responses=routes))
     outputs = outputs.replace(
         tokens=outputs.tokens.at[row, at].set(tokens, mode="drop"),
         logprobs=outputs.logprobs.at[row, at].set(logprobs, mode="drop"),

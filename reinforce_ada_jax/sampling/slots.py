@@ -3,7 +3,7 @@
 All arrays are small integers; decode.py has the keys and values.
 """
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from reinforce_ada_jax.sampling import admission
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
-from reinforce_ada_jax.sampling.rings import Rings
+from reinforce_ada_jax.sampling.rings import Layout
 from reinforce_ada_jax.sampling.state import (
     Occupancy,
     OpenedPrompts,
@@ -22,14 +22,6 @@ from reinforce_ada_jax.sampling.state import (
     Slots,
     WindowInputs,
 )
-
-
-class PageNumbers(NamedTuple):
-    """Pages of slots within a layer."""
-
-    of_pool: Int[Array, " S"]
-    of_rings: Int[Array, " S"] | None  # of sliding layers with rings
-
 
 State = TypeVar("State", bound=Occupancy)  # of the window, or its small records alone
 
@@ -154,9 +146,9 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
 
 
 def first_pages(
-    state: Occupancy, started: Bool[Array, " S"], page_size: int, rings: Rings | None = None
-) -> tuple[tuple[PageNumbers, PageNumbers], Int[Array, ""]]:
-    """Returns the pages to copy for started slots, at the front: ((sources, targets), number of copies).
+    state: Occupancy, started: Bool[Array, " S"], page_size: int, layout: Layout
+) -> tuple[Int[Array, "L S"], Int[Array, "L S"], Int[Array, ""]]:
+    """Returns the pages to copy for started slots, at the front: (sources, targets, number of copies).
 
     A prompt's last page, if it is partly filled, is copied to the slot's first own page.
     """
@@ -170,12 +162,12 @@ def first_pages(
         return jnp.zeros_like(pages).at[place].set(pages, mode="drop")
 
     last_in_ring = first_in_ring = None
-    if rings is not None:
-        last_in_ring = at_the_front(rings.prompt_page(slots.requests.prompt_row, slots.shared))
-        first_in_ring = at_the_front(rings.slot_page(slots.ring, slots.shared))
-    source = PageNumbers(at_the_front(last_page), last_in_ring)
-    target = PageNumbers(at_the_front(first_own), first_in_ring)
-    return (source, target), jnp.sum(partly_filled, dtype=jnp.int32)
+    if layout.rings is not None:
+        last_in_ring = at_the_front(layout.rings.prompt_page(slots.requests.prompt_row, slots.shared))
+        first_in_ring = at_the_front(layout.rings.slot_page(slots.ring, slots.shared))
+    source = layout.of_layers(at_the_front(last_page), last_in_ring)
+    target = layout.of_layers(at_the_front(first_own), first_in_ring)
+    return source, target, jnp.sum(partly_filled, dtype=jnp.int32)
 
 
 def choose_work(state: Occupancy, decode_steps: Any, num_ended: Any, window: int) -> tuple[Any, Any, Any]:

@@ -195,10 +195,6 @@ class Routes(Record):
     position: Int[ArrayLike, " N"]  # in the prompt
     count: Int[ArrayLike, ""]  # of prefilled tokens, padding of chunks included
 
-    def with_inputs(self, row: ArrayLike, since: ArrayLike, recorded: ArrayLike) -> "Routes":
-        """Puts records of the inputs of tokens into output rows, by places since `Outputs.start`."""
-        return self.replace(of_responses=self.of_responses.at[row, since].set(recorded, mode="drop"))
-
 
 class WindowCounts(Record):
     """Work of one window; None where the engine guesses nothing."""
