@@ -196,12 +196,24 @@ def troubleshooting_page() -> str:
 ALIASES_BEGIN, ALIASES_END = "<!-- table of aliases: begin -->\n", "<!-- table of aliases: end -->\n"
 
 
+def aliases_table() -> str:
+    """Returns the settings of other programs beside ours."""
+    from reinforce_ada_jax.config.aliases import ALIASES  # noqa: PLC0415
+
+    rows = []
+    for name, alias in ALIASES.items():
+        ours = ", ".join(f"`{key}`" for key in alias.keys) or "none"
+        values = {theirs: value for theirs, value in alias.values.items() if theirs.lower() != value.lower()}
+        if values:
+            ours += ": " + ", ".join(f"`{theirs}` is `{value}`" for theirs, value in values.items())
+        rows.append(f"| `{name}` | {alias.libraries} | {ours} | {alias.note} |")
+    return "\n".join(["| their setting | program | our setting | what differs |", "|---|---|---|---|", *rows]) + "\n"
+
+
 def coming_from_page() -> str:
     """Returns docs/how_to/coming_from.md with the table of aliases between its two marks."""
-    from reinforce_ada_jax.config import aliases  # noqa: PLC0415
-
     before, rest = (FOLDER.parent / "how_to" / "coming_from.md").read_text().split(ALIASES_BEGIN)
-    return f"{before}{ALIASES_BEGIN}\n{aliases.table()}\n{ALIASES_END}{rest.split(ALIASES_END)[1]}"
+    return f"{before}{ALIASES_BEGIN}\n{aliases_table()}\n{ALIASES_END}{rest.split(ALIASES_END)[1]}"
 
 
 def pages() -> dict[pathlib.Path, str]:

@@ -1,4 +1,4 @@
-"""Metrics of one collection that follow from its groups alone (the `reward/` and `collection/` keys)."""
+"""Metrics of one collection that follow from its groups alone; docs/reference/metrics.md describes each key."""
 
 import collections
 from collections.abc import Sequence
@@ -18,17 +18,8 @@ def sampling_dynamics(
 ) -> dict[str, float | int]:
     """Computes how draws are distributed over prompts, when rules were met, and why others were not.
 
-    `thresholds` are (k_pos, k_neg), and `num_prompts` is the number of prompts before replacements.
-
-    Returns:
-      Under `collection/`, for k = 1 to the last round drawn (at most 32): `active_round_<k>`, prompts that drew a k-th
-      round; `met_round_<k>`, prompts whose rule was met within k rounds; `met_k_pos_round_<k>`, prompts with at least
-      k_pos correct responses in their first k rounds. `draws_mean`, `draws_p10`, `draws_p50`, `draws_p90`, `draws_max`,
-      responses per prompt; `extra_samples`, all responses minus the n * num_prompts of GRPO: negative where fewer are
-      drawn. Shares of all prompts: with fewer than k_pos correct responses at the end (`below_k_pos_share`), with fewer
-      than k_neg wrong ones (`below_k_neg_share`); of those whose rule was not met, with no correct response
-      (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). The other unmet prompts have too few of one
-      kind.
+    `thresholds` are (k_pos, k_neg), and `num_prompts` is the number of prompts before replacements. Unmet prompts with
+    correct and wrong responses have too few of one kind.
     """
     pools = [group.pool for group in groups]
     rounds = np.array([pool.rounds for pool in pools])
@@ -110,17 +101,8 @@ def collection_metrics(
     `reward/first_round` is the one to compare strategies by: the mean over prompts of the mean reward of the first
     min(n, M) draws, where M is the size of the prompt's first round. No outcome decides their number; the first n draws
     of rounds smaller than n would be fewer where a prompt stops early. It covers the first `num_prompts` prompts, which
-    were chosen before any outcome was known. `reward/first_round_correct` is the same for correctness: an unbiased pass
-    rate. `reward/pool`, the mean over all responses, is biased by the stopping rule. `collection/entropy` is over the
-    same draws: an estimate of the policy's entropy that no outcome selects, unlike `update/entropy`, which is over the
-    responses of the update. It is in nats per token, at the sampling temperature. `reward/penalty` is the mean length
-    penalty of correct responses, where one is above 0; rewards do not include it.
-
-    Returns:
-      The keys above, `sampling_dynamics`, `reward_means`, and `collection/verdict_<reason>`, counts of verdicts with a
-      reason. Shares are in [0, 1]: of groups (`zero_signal`: all advantages 0; `dropped`: nothing kept;
-      `weight_clipped`: a pass rate below the smallest one that w(p) is computed at), of prompts (`unmet`), of responses
-      (`truncated`). `kept` counts responses that reach the update, `replacements` prompts beyond `num_prompts`.
+    were chosen before any outcome was known. `collection/entropy` is over the same draws, so no outcome selects them,
+    unlike those of `update/entropy`.
     """
     pools = [group.pool for group in groups]
     first = pools[:num_prompts]

@@ -244,13 +244,7 @@ class Proportional:
         return Choice([self._prompts[index] for index in sample], (count / (len(pi) * pi[sample])).tolist())
 
     def observe(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Adds noise, tokens and pass rates of the groups.
-
-        Returns:
-          `selection/pass_rate`, the mean pass rate of the data, estimated without bias from the first rounds;
-          `selection/weight_max`, the largest factor of a prompt; `selection/effective_share`, (sum w)^2 / (n sum w^2)
-          of the factors: 1 where all are equal.
-        """
+        """Adds noise, tokens and pass rates of the groups; returns metrics (docs/reference/metrics.md)."""
         pools = [group.pool for group in groups]
         bins = bins_of(self._pass_rates.estimate([pool.prompt for pool in pools]))  # before these draws
         self._bins *= BIN_DECAY

@@ -181,15 +181,3 @@ def _value(name: str, value: str, alias: Alias) -> str:
             f"--config.{name}={value} has no counterpart. Known are {alias.known_values}; or set {alias.keys[0]}."
         )
     return alias.values.get(value, value)
-
-
-def table() -> str:
-    """Returns the table of docs/how_to/coming_from.md."""
-    rows = []
-    for name, alias in ALIASES.items():
-        ours = ", ".join(f"`{key}`" for key in alias.keys) or "none"
-        values = {theirs: value for theirs, value in alias.values.items() if theirs.lower() != value.lower()}
-        if values:
-            ours += ": " + ", ".join(f"`{theirs}` is `{value}`" for theirs, value in values.items())
-        rows.append(f"| `{name}` | {alias.libraries} | {ours} | {alias.note} |")
-    return "\n".join(["| their setting | program | our setting | what differs |", "|---|---|---|---|", *rows]) + "\n"
