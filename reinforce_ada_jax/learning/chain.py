@@ -1,6 +1,8 @@
 """The loop over the micro-batches of a minibatch, in one program or in a chain of them.
 
-A run can end between two programs of a chain. Padding is at the end of a minibatch, and the loop ends before it.
+A run can end between two programs of a chain. A minibatch has a fixed number of rows, of which any number may be
+padding at its end. The loop ends at the last micro-batch that has a token, so padding costs memory, not time, and any
+amount of it compiles nothing again.
 """
 
 from collections.abc import Callable

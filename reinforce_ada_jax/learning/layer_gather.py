@@ -14,15 +14,14 @@ from jax.typing import DTypeLike
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import platform
+from reinforce_ada_jax.policy.apart import LAYERS
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Declared, Params, nest, weight_shapes
-
-_LAYERS = "layers."
 
 
 def _layers(architecture: Architecture) -> dict[str, Declared]:
     shapes = weight_shapes(architecture).items()
-    return {name.removeprefix(_LAYERS): declared for name, declared in shapes if name.startswith(_LAYERS)}
+    return {name.removeprefix(LAYERS): declared for name, declared in shapes if name.startswith(LAYERS)}
 
 
 def copy_bytes(architecture: Architecture, mesh: Mesh, dtype: DTypeLike) -> int:

@@ -3,9 +3,6 @@
 A minibatch is computed in micro-batches inside compiled programs. Every micro-batch divides by the token and response
 counts of the *whole* minibatch, so 1 x 8 and 8 x 1 give the same gradient.
 
-A minibatch has a fixed number of rows, of which any number may be padding at its end. The loop over micro-batches ends
-at the last one that has a token, so padding costs memory, not time, and any amount of it compiles nothing again.
-
 With one update an iteration the old policy is the policy that is updated, and the update computes its own
 `old_logprobs`: there is no scoring pass, and the update compares log-probabilities with the engine's.
 """

@@ -65,9 +65,8 @@ class Scorer:
         """Returns tokens and temperatures of padded rows, on the devices."""
         of_rows = np.ones(shape[0], np.float32)
         of_rows[: len(temperatures)] = temperatures
-        return mesh_lib.place(padded(texts, shape).astype(np.int32), self._by_row[2]), mesh_lib.place(
-            of_rows, self._by_row[1]
-        )
+        tokens = padded(texts, shape).astype(np.int32)
+        return mesh_lib.place(tokens, self._by_row[2]), mesh_lib.place(of_rows, self._by_row[1])
 
     def read(self, outputs: Any, lengths: Sequence[int]) -> list[Scores]:
         """Returns the scores of the texts in the first rows of the program's outputs."""

@@ -50,17 +50,20 @@ def check_base(folder: pathlib.Path, recorded: str) -> None:
         )
 
 
+def _peft_name(weight: str, matrix: str) -> str:
+    """Returns PEFT's name of the matrix "a" or "b" of one of our weights; {} in it is the layer."""
+    return f"base_model.model.{huggingface.TABLE[weight][1].removesuffix('.weight')}.lora_{matrix.upper()}.weight"
+
+
 def peft_tensors(architecture: Architecture, adapters: Params, lora: Lora) -> dict[str, np.ndarray]:
     """Returns PEFT's names and layouts, float32: `lora_A.weight` is [rank, inputs], `lora_B.weight` [outputs, rank]."""
     matrices = {name: processes.fetch(x).astype(np.float32) for name, x in flatten(adapters).items()}
     tensors = {}
     for weight in (TARGETS[target] for target in lora.targets):
-        _, theirs, _ = huggingface.TABLE[weight]
         for layer in range(architecture.num_layers):
-            name = f"base_model.model.{theirs.format(layer).removesuffix('.weight')}"
             a, b = (matrices[f"{weight}.{matrix}"][layer] for matrix in "ab")
-            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, lora.rank).T)
-            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b.reshape(lora.rank, -1).T)
+            tensors[_peft_name(weight, "a").format(layer)] = np.ascontiguousarray(a.reshape(-1, lora.rank).T)
+            tensors[_peft_name(weight, "b").format(layer)] = np.ascontiguousarray(b.reshape(lora.rank, -1).T)
     return tensors
 
 
@@ -118,8 +121,7 @@ def load(folder: pathlib.Path, architecture: Architecture) -> tuple[Lora, dict[s
     tensors = load_file(folder / WEIGHTS)
     matrices = {}
     for name, shape in shapes.items():
-        weight, matrix = name.rsplit(".", 1)
-        theirs = f"base_model.model.{huggingface.TABLE[weight][1].removesuffix('.weight')}.lora_{matrix.upper()}.weight"
+        theirs = _peft_name(*name.rsplit(".", 1))
         layers = [tensors.get(theirs.format(layer)) for layer in range(shape[0])]
         if any(layer is None or layer.size != math.prod(shape[1:]) for layer in layers):
             raise ValueError(f"{folder / WEIGHTS} has no {theirs} of this model: it belongs to another one.")

@@ -330,15 +330,6 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     )
 
 
-def _gemma_config(architecture: Architecture) -> dict[str, Any]:
-    """Returns the keys that Gemma's classes have in addition."""
-    return {
-        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": architecture.query_scalar or architecture.head_dim,
-        "rope_local_base_freq": architecture.sliding_theta,
-    }  # fmt: skip
-
-
 def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
     """Returns a `config.json` that transformers 4 and 5 both read; `from_hf` of it gives `architecture` back."""
     rope = rotary.to_config(architecture.rope_scaling)
@@ -381,7 +372,11 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": architecture.sliding_theta},
         }
     if architecture.is_gemma:
-        config |= _gemma_config(architecture)
+        config |= {
+            "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": architecture.query_scalar or architecture.head_dim,
+            "rope_local_base_freq": architecture.sliding_theta,
+        }  # fmt: skip
     if architecture.expert_limit:
         config |= {
             "num_local_experts": architecture.num_experts, "num_experts_per_tok": architecture.experts_per_token,

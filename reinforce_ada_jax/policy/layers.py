@@ -188,12 +188,8 @@ class Attention(nnx.Module):
     """Grouped-query projections; the caller computes the attention between them (`transformer.run`)."""
 
     def __init__(self, architecture: Architecture, declare: Declare):
-        d, n, k, h = (
-            architecture.hidden_size,
-            architecture.num_heads,
-            architecture.num_kv_heads,
-            architecture.head_dim,
-        )
+        d, n = architecture.hidden_size, architecture.num_heads
+        k, h = architecture.num_kv_heads, architecture.head_dim
         self.architecture = architecture
         self.query = declare((d, n, h), ("embed", "heads", "head"), fan_in=d)
         self.key = declare((d, k, h), ("embed", "kv_heads", "head"), fan_in=d)
@@ -253,9 +249,9 @@ class Attention(nnx.Module):
     def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """Computes the output projection."""
         merged = project(mixed, self.output.get_value(), num_inputs=2)
-        return (
-            merged + self.output_bias[...].astype(merged.dtype)[None, None] if self.architecture.output_bias else merged
-        )
+        if not self.architecture.output_bias:
+            return merged
+        return merged + self.output_bias[...].astype(merged.dtype)[None, None]
 
 
 class MLP(nnx.Module):

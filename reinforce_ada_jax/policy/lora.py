@@ -185,10 +185,8 @@ def put_into_bank(params: Params, adapters: Params, lora: Lora, index: int) -> P
         if f"{name}.a" in matrices:
             a, b = matrices.pop(f"{name}.a"), lora.scaling * matrices.pop(f"{name}.b")
         else:
-            a, b = (
-                jnp.zeros((room.a.shape[0], *room.a.shape[2:-1], 0)),
-                jnp.zeros((room.b.shape[0], 0, *room.b.shape[3:])),
-            )
+            a = jnp.zeros((room.a.shape[0], *room.a.shape[2:-1], 0))
+            b = jnp.zeros((room.b.shape[0], 0, *room.b.shape[3:]))
         if lora.rank > room.a.shape[-1]:
             raise ValueError(f"an adapter has rank {lora.rank}, and there is room for {room.a.shape[-1]} at most.")
         a, b = _put(room.a, room.b, a, b, jnp.int32(index))

@@ -113,12 +113,9 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
                 "cloned to, or fetch the file from where you trust it."
             )
         length = int.from_bytes(begin[:8], "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(
-                f"{file} is not a whole safetensors file (a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,}). "
-                "Fetch it again from where you trust it."
-            )
         try:
+            if length > MAX_HEADER_BYTES:
+                raise safetensors.SafetensorError(f"a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,}")
             with safetensors.safe_open(file, framework="numpy") as opened:
                 for name in opened.keys():
                     if name in headers:
