@@ -111,7 +111,7 @@ def make_mesh(
 
 def _slice_of(device: Any) -> int:
     """Returns the number of a TPU's slice; JAX gives other devices numbers of other kinds."""
-    return device.slice_index if device.platform == "tpu" else 0
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0  # a planned slice has no number
 
 
 def num_slices(mesh: Mesh) -> int:
