@@ -12,6 +12,7 @@ and what a checkpoint holds in training/state.py.
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
     """
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.evaluation.evaluator import load_evaluator
-    from reinforce_ada_jax.training import host_log, loop, startup
+    from reinforce_ada_jax.training import drawing_host, host_log, loop, startup
     from reinforce_ada_jax.training.reward_check import not_graded
 
     with contextlib.ExitStack() as stack:
@@ -94,9 +95,15 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
             if page is not None and processes.is_writer():
                 _show_page(folder, page, stack)
             inputs = startup.read_inputs(config, folder, load_evaluator)
-            run, state = startup.start(inputs, folder, stack, copy=copy, quiet=quiet)
-            stack.enter_context(host_log.copying(folder, f"begins after iteration {state.iteration}"))
-        outcome = loop.run_to_end(run, state)
+            if inputs.components.only_draws:
+                rollouts = startup.start_drawing(inputs, folder, stack, copy)
+                to_end, begins = functools.partial(drawing_host.follow, inputs, rollouts), "begins to draw"
+            else:
+                run, state = startup.start(inputs, folder, stack, copy=copy, quiet=quiet)
+                to_end = functools.partial(loop.run_to_end, run, state)
+                begins = f"begins after iteration {state.iteration}"
+            stack.enter_context(host_log.copying(folder, begins))
+        outcome = to_end()
         host_log.add(outcome.message or "finished")
         ungraded = not_graded(folder)
     loop.end(outcome, workdir, "iteration", ungraded, compiles=True)

@@ -127,12 +127,13 @@ def split_meshes(
 ) -> tuple[Mesh, Mesh]:
     """Returns the meshes of the learner and of the sampler: one and the same, or, with `mesh.sampler`, disjoint ones.
 
-    In each process the learner has the first devices, and the sampler the next ones. The sampler's replicas are along
-    `data`, each of `mesh.tensor` devices. With `at_once` both sides run programs at the same time.
+    The learner has the first devices, and the sampler the next ones: of all processes, if `mesh.sampler` is a multiple
+    of a process's devices, so that the last processes only draw; otherwise of each process. The sampler's replicas are
+    along `data`, each of `mesh.tensor` devices. With `at_once` both sides run programs at the same time.
 
     Raises:
-      ValueError: there are fewer devices; several processes do not have the same numbers of devices of each side, or
-        some would be left out; or the platform can't run both sides at once.
+      ValueError: there are fewer devices; several processes would leave some out, or do not have the same numbers of
+        devices of each side; or the platform can't run both sides at once.
     """
     devices = available_devices() if devices is None else devices
     if not chosen.sampler:
@@ -146,15 +147,18 @@ def split_meshes(
             "where there are more."
         )
     by_process = devices_of_processes(devices)
-    count, platform = len(by_process), devices[0].platform
-    if count > 1 and (needed != len(devices) or chosen.sampler % (count * chosen.tensor)):
+    count, platform, of_process = len(by_process), devices[0].platform, len(by_process[0])
+    whole = chosen.sampler % of_process == 0
+    if count > 1 and (needed != len(devices) or (not whole and chosen.sampler % (count * chosen.tensor))):
         raise ValueError(
-            f"{total}, over {count} processes of {len(by_process[0])} devices: the sum must be {len(devices)}, and "
-            f"mesh.sampler a multiple of {count} * mesh.tensor = {count * chosen.tensor}, because each process has "
-            "devices of both sides."
+            f"{total}, over {count} processes of {of_process} devices: the sum must be {len(devices)}, and "
+            f"mesh.sampler a multiple of {of_process}, so that some processes only draw, or of {count} * mesh.tensor = "
+            f"{count * chosen.tensor}, so that each process has devices of both sides."
         )
     learners, samplers = chosen.learner // count, chosen.sampler // count
-    if at_once and platform == "cpu" and count > 1 and min(learners, samplers) > 1:
+    if count == 1 or whole:
+        by_process, learners, samplers = [[each for own in by_process for each in own]], chosen.learner, chosen.sampler
+    elif at_once and platform == "cpu" and min(learners, samplers) > 1:
         raise ValueError(
             f"a process has {learners} CPU devices that learn and {samplers} that draw, and several processes share "
             "the run: XLA runs one program of several CPU devices at a time, so that the two sides would wait for each "
@@ -163,6 +167,12 @@ def split_meshes(
     learner = make_mesh(**chosen.axes, devices=[device for own in by_process for device in own[:learners]])
     samplers = [device for own in by_process for device in own[learners : learners + samplers]]
     return learner, make_mesh(data=chosen.sampler // chosen.tensor, tensor=chosen.tensor, devices=samplers)
+
+
+def num_learning(learner: Mesh, sampler: Mesh) -> int:
+    """Returns the number of processes that learn, the first ones, if the others only draw; 0 if all do both."""
+    learning, drawing = ({device.process_index for device in mesh.devices.flat} for mesh in (learner, sampler))
+    return 0 if learning & drawing else len(learning)
 
 
 def devices_of_processes(devices: Sequence[Any]) -> list[list[Any]]:
@@ -178,9 +188,10 @@ def whole_in_each_process(learner: Mesh) -> Mesh:
     this is the learner's own layout.
     """
     tensor, replicas = learner.shape["tensor"], learner.size // learner.shape["tensor"]
-    of_process = len(learner.local_devices) // tensor
+    devices = list(learner.devices.flat)
+    of_process = len(devices_of_processes(devices)[0]) // tensor  # also in a process that has none of them
     fsdp = math.gcd(of_process, learner.shape["fsdp"] * learner.shape["context"])
-    return make_mesh(data=replicas // fsdp, fsdp=fsdp, tensor=tensor, devices=list(learner.devices.flat))
+    return make_mesh(data=replicas // fsdp, fsdp=fsdp, tensor=tensor, devices=devices)
 
 
 def send(arrays: Any, shardings: Any) -> Any:

@@ -5,6 +5,10 @@ programs over the whole mesh, such as each decode window. So all take the same s
 that alone knows something tells the others first (`exchange`, `any_of`). Only process 0 writes more than checkpoints.
 
 With one process nothing is sent and nothing is compiled.
+
+Where the last processes only draw (`mesh.sampler`), the others are the ones that learn. `count`, `exchange` and what
+uses them are then of those alone. Between the two groups there are messages (`send`, `receive`), and one program, which
+hands the weights over (sampling/hand_over.py).
 """
 
 import collections
@@ -39,8 +43,10 @@ JOIN_S, JOIN = 120.0, "REINFORCE_ADA_JOIN_S"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own, HOST:PORT: where process 0 listens, if not on all its addresses
 
 MESSAGES, POLL_MS = "reinforce_ada_jax/messages", 1_000  # a signal waits this long for `receive`
+_MORE, _LAST = b"+", b"."  # first byte of a part of a message, of at most CHUNK bytes
 
 _watchdog: Watchdog | None = None
+_num_learning = 0  # processes that learn, the first ones, while the others only draw; 0: all do both
 _num_samplers = 0  # devices of each process, the last ones, that only draw while the others learn; 0: it is not split
 _num_messages: collections.Counter[str] = collections.Counter()  # sent and received, by sender and receiver
 
@@ -157,7 +163,18 @@ def index() -> int:
 
 
 def count() -> int:
+    """Returns the number of processes, without those that only draw."""
+    return _num_learning or total()
+
+
+def total() -> int:
+    """Returns the number of all processes."""
     return jax.process_count()
+
+
+def drawing() -> range:
+    """Returns the numbers of the processes that only draw."""
+    return range(count(), total())
 
 
 def is_writer() -> bool:
@@ -174,14 +191,20 @@ def split_devices(num_samplers: int) -> None:
     _num_samplers = num_samplers
 
 
+def split_hosts(num_learning: int) -> None:
+    """Leaves the processes from this number on to drawing; every process must call it."""
+    global _num_learning  # noqa: PLW0603  (as `_watchdog`)
+    _num_learning = num_learning
+
+
 def exchange(payload: bytes, *, drawing: bool = False) -> list[bytes]:
-    """Returns the payloads of all processes, in order; every process must call it.
+    """Returns the payloads of all processes (that learn), in order; each of them must call it.
 
     `drawing`: on the devices that draw, if some devices only draw; otherwise on those that learn.
     """
     if count() == 1:
         return [payload]
-    gather = _gatherer(_num_samplers, drawing)
+    gather = _gatherer(count(), _num_samplers, drawing)
     sizes = gather(np.array([len(payload)], np.int64).view(np.int32)).view(np.int64)[:, 0].tolist()
     received = [bytearray() for _ in sizes]
     for start in range(0, max(sizes), CHUNK):
@@ -194,9 +217,9 @@ def exchange(payload: bytes, *, drawing: bool = False) -> list[bytes]:
 
 
 @functools.cache
-def _gatherer(num_samplers: int, drawing: bool) -> Callable[[np.ndarray], np.ndarray]:
+def _gatherer(num_processes: int, num_samplers: int, drawing: bool) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the function that exchanges arrays of one shape, [N]: it returns [processes, N]."""
-    by_process = devices_of_processes(jax.devices())
+    by_process = devices_of_processes(jax.devices())[:num_processes]
     border = len(by_process[0]) - num_samplers
     side = slice(border, None) if drawing and num_samplers else slice(border)
     mesh = Mesh(np.array([own[side] for own in by_process]), ("processes", "local"))
@@ -212,23 +235,45 @@ def _gatherer(num_samplers: int, drawing: bool) -> Callable[[np.ndarray], np.nda
 
 def send(process: int, message: bytes) -> None:
     """Sends a message to another process, which gets it with `receive`; no program runs, and nobody waits."""
-    key = f"{MESSAGES}/{index()} {process}"
-    _coordination()[0].key_value_set_bytes(f"{key}/{_number_of(key)}", message)
+    key, store = f"{MESSAGES}/{index()} {process}", _coordination()[0]
+    parts = [message[start : start + CHUNK] for start in range(0, len(message), CHUNK)] or [b""]
+    for part, more in zip(parts, [_MORE] * (len(parts) - 1) + [_LAST], strict=True):
+        store.key_value_set_bytes(f"{key}/{_number_of(key)}", more + part)
 
 
-def receive(process: int) -> bytes:
-    """Waits for the next message of another process; messages arrive in the order in which they were sent."""
+def receive(process: int, waiting: Callable[[], None] = lambda: None) -> bytes:
+    """Waits for the next message of another process; messages arrive in the order in which they were sent.
+
+    `waiting` is called at most every second until then; it may raise.
+    """
     store, key = _coordination()[0], f"{MESSAGES}/{process} {index()}"
-    name = f"{key}/{_number_of(key)}"
+    parts: list[bytes] = []
     while True:
+        name = f"{key}/{_num_messages[key] + 1}"
         try:
-            message = store.blocking_key_value_get_bytes(name, POLL_MS)
+            part = store.blocking_key_value_get_bytes(name, POLL_MS)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        else:
-            store.key_value_delete(name)
-            return message
+            waiting()
+            continue
+        store.key_value_delete(name)
+        _number_of(key)
+        parts.append(part[1:])
+        if part[:1] == _LAST:
+            return b"".join(parts)
+
+
+def has_sent(process: int) -> bool:
+    """Returns True if a message of another process can be received now."""
+    key = f"{MESSAGES}/{process} {index()}"
+    try:
+        _coordination()[0].key_value_try_get_bytes(f"{key}/{_num_messages[key] + 1}")
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _number_of(key: str) -> int:
@@ -264,15 +309,15 @@ def fetch(array: jax.Array | np.ndarray) -> np.ndarray:
     return multihost_utils.process_allgather(array, tiled=True)
 
 
-def ask_to_stop() -> None:
-    """Tells the others that this process was asked to stop; `asked_to_stop` is then True there."""
+def ask_to_stop(*, preempted: bool = False) -> None:
+    """Tells the others that this process was asked to stop, or that its machine is taken away."""
     if _watchdog is not None:
-        _watchdog.ask_to_stop()
+        _watchdog.ask_to_stop(preempted=preempted)
 
 
-def asked_to_stop() -> bool:
-    """Returns True if another process called `ask_to_stop`."""
-    return _watchdog is not None and _watchdog.asked_to_stop
+def asked_to_stop(*, preempted: bool = False) -> bool:
+    """Returns True if another process called `ask_to_stop`; with `preempted`, if its machine is taken away."""
+    return _watchdog is not None and (_watchdog.preempted if preempted else _watchdog.asked_to_stop)
 
 
 def leave() -> None:

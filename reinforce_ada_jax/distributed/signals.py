@@ -77,7 +77,7 @@ class Interrupt:
             numbers = (number[0] for number in iter(lambda: signals.recv(1), b"") if number[0] in ends)
             for first in numbers:
                 self._request(preempted=first == signal.SIGTERM)
-                processes.ask_to_stop()
+                processes.ask_to_stop(preempted=first == signal.SIGTERM)
                 break
             for second in numbers:
                 time.sleep(SECOND_S)
@@ -90,7 +90,7 @@ class Interrupt:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._request(preempted=number == signal.SIGTERM)
         if self._wakeup is None:
-            processes.ask_to_stop()
+            processes.ask_to_stop(preempted=number == signal.SIGTERM)
 
     def _request(self, *, preempted: bool) -> None:
         self._preempted |= preempted
@@ -100,7 +100,7 @@ class Interrupt:
     def on_notice(self) -> None:
         """Requests the end because the machine will be taken away."""
         self._request(preempted=True)
-        processes.ask_to_stop()
+        processes.ask_to_stop(preempted=True)
 
     def asked(self) -> bool:
         """Returns True after a request, here or in another process; other processes may not have seen it yet."""
@@ -108,7 +108,7 @@ class Interrupt:
 
     def preempted(self) -> bool:
         """Returns True if a machine of any process is taken away; every process must call it."""
-        return processes.any_of(self._preempted)
+        return processes.any_of(self._preempted or processes.asked_to_stop(preempted=True))
 
     def time_left(self, notice_s: float) -> float:
         """Returns the seconds until this machine is taken away; infinite if it stays, or if `notice_s` is 0."""

@@ -35,7 +35,7 @@ NEWS_S = 5  # from a collective that fails to the message that a process is gone
 GREETING_S = 10  # from a connection to the secret, which a process of the run sends at once
 
 _MESSAGE = struct.Struct("<cH")  # a kind, and a process
-_JOIN, _LEAVE, _STOP, _GONE, _REFUSE = b"J", b"L", b"S", b"G", b"R"
+_JOIN, _LEAVE, _STOP, _PREEMPT, _GONE, _REFUSE = b"J", b"L", b"S", b"P", b"G", b"R"
 _SECRET = 16
 _GREETING = _SECRET + _MESSAGE.size
 
@@ -82,7 +82,7 @@ class Watchdog:
 
     def __init__(self, index: int, count: int):
         self.index, self.count = index, count
-        self.asked_to_stop = False
+        self.asked_to_stop = self.preempted = False  # another process was asked; its machine is taken away
         self._links: dict[int, socket.socket] = {}
         self.leaving = self.refused = False
         self._server: socket.socket | None = None
@@ -170,9 +170,9 @@ class Watchdog:
                 return
         link.close()
 
-    def ask_to_stop(self) -> None:
-        """Tells all others that this process was asked to stop."""
-        self._send(_STOP, self.index)
+    def ask_to_stop(self, *, preempted: bool = False) -> None:
+        """Tells all others that this process was asked to stop, or that its machine is taken away."""
+        self._send(_PREEMPT if preempted else _STOP, self.index)
 
     def leave(self) -> None:
         """Announces that this process ends; from now on no other process is reported as lost."""
@@ -215,10 +215,11 @@ class Watchdog:
         kind, about = _MESSAGE.unpack(message)
         if kind == _GONE:
             self._lose(about)
-        if kind == _STOP:
+        if kind in (_STOP, _PREEMPT):
+            self.preempted |= kind == _PREEMPT
             self.asked_to_stop = True
             if self.index == 0:
-                self._send(_STOP, about)
+                self._send(kind, about)
         if kind == _REFUSE and not self.refused:
             self.refused = True
             if self.index == 0:

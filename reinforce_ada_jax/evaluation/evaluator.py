@@ -8,25 +8,32 @@ import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
+from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.signals import Stop
 from reinforce_ada_jax.evaluation import fixed_draws
-from reinforce_ada_jax.evaluation.response_store import hash_of_problems
+from reinforce_ada_jax.evaluation.response_store import GradedResponses, hash_of_problems
 from reinforce_ada_jax.evaluation.scores import Statistics, by_difficulty, difficulty_statistics, statistics
 from reinforce_ada_jax.files.durable import read_object, write_atomically
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.history import PROBLEMS
 from reinforce_ada_jax.reporting.writers import Metrics
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.programs import num_replicas
+from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import reward_check
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.run import Run, TrainingStopped
+from reinforce_ada_jax.training.drawing_hosts import DRAW, DrawingHosts, Order
+from reinforce_ada_jax.training.run import Inputs, Run, TrainingStopped
+from reinforce_ada_jax.training.sharded_collection import Counts, DrawFn, Job, collect_shards
 from reinforce_ada_jax.training.state import RunState
-from reinforce_ada_jax.types import Prompt
+from reinforce_ada_jax.types import Pool, Prompt
 
 Benchmarks = dict[str, list[Prompt]]
 
@@ -126,10 +133,13 @@ class Evaluator:
             def on_progress(closed: int, drawn: int, name: str = name, count: int = len(prompts)) -> None:
                 run.stop.check(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
 
-            draw = fixed_draws.from_policy(
-                weights, run.rollouts, config.evaluation, words[name], config, components, verify[name]
-            )
-            drawn = draw(prompts, samples=config.evaluation.samples, on_progress=on_progress)
+            if isinstance(run.rollouts, DrawingHosts):
+                drawn = self._drawn_by(run.rollouts, run, name, iteration)
+            else:
+                draw = fixed_draws.from_policy(
+                    weights, run.rollouts, config.evaluation, words[name], config, components, verify[name]
+                )
+                drawn = draw(prompts, samples=config.evaluation.samples, on_progress=on_progress)
             verdicts += [response.verdict for responses in drawn.values() for response in responses]
             difficulties = by_difficulty(known_pass_rates(prompts), drawn)
             results[name] = statistics(drawn.values()) | difficulty_statistics(difficulties)
@@ -141,6 +151,34 @@ class Evaluator:
             file, found = results_file(run.workdir, iteration), metrics | hashes(self.benchmarks)
             save_results(file, {"iteration": iteration}, found)
         return metrics
+
+    def _drawn_by(self, hosts: DrawingHosts, run: Run, benchmark: str, iteration: int) -> GradedResponses:
+        """Returns the graded responses that processes which only draw make of the newest weights."""
+        samples, engine, prompts = run.config.evaluation.samples, run.components.engine, self.benchmarks[benchmark]
+        shards = hosts.shards(Order(action=DRAW, benchmark=benchmark, iteration=iteration, samples=samples), run.stop)
+        size, drawn = fixed_draws.chunk_size(engine.options.slots * num_replicas(engine.mesh), samples), {}
+        for first in range(0, len(prompts), size):
+            pools, _ = collect_shards(Job(prompts[first : first + size], strategies.fixed(samples)), shards)
+            drawn |= {pool.prompt.id: fixed_draws.graded(pool) for pool in pools}
+        return drawn
+
+    def draw_fn(
+        self, run: Inputs, rollouts: Rollouts, weights: Params, benchmark: str, iteration: int, stop: Stop
+    ) -> DrawFn:
+        """Returns the function that draws and grades problems of a benchmark, on the devices of this process."""
+        config, components = run.config, run.components
+        collect_fn, verify_fn = fixed_draws.collector(
+            weights, rollouts, config.evaluation, streams(self.benchmarks, iteration)[benchmark], config, components,
+            verify_fns(components, run.verifiers, config)[benchmark],
+        )  # fmt: skip
+
+        def on_progress(closed: int, drawn: int) -> None:
+            stop.check(f"evaluating {benchmark}: {closed} problems, {drawn:,} responses")
+
+        def draw(job: Job) -> tuple[list[Pool], Counts]:
+            return collect_fn(job.prompts, verify_fn=verify_fn, config=job.strategy, on_progress=on_progress), Counts()
+
+        return draw
 
     def is_done(self, run: Run, iteration: int) -> bool:
         """Returns True in every process if evaluations/<iteration>.json has all benchmarks."""

@@ -78,7 +78,7 @@ def draw(
                     for (prompt, response), verdict in zip(pairs, verdicts, strict=True)
                 )
 
-    size = max(1, RESPONSES_PER_SLOT * slots // samples)
+    size = chunk_size(slots, samples)
     for first in range(0, len(prompts), size):
 
         def report(closed: int, finished: int, first: int = first) -> None:
@@ -89,13 +89,22 @@ def draw(
         pools = draw_everywhere(prompts[first : first + size], strategies.fixed(samples), collect_chunk)
         keep_graded()
         for pool in pools:
-            drawn[pool.prompt.id] = list(map(GradedResponse.of, pool.responses, pool.verdicts))
+            drawn[pool.prompt.id] = graded(pool)
             if store is not None and processes.is_writer() and store.missing([pool.prompt], samples):
                 texts = [transcript(response, decode) for response in pool.responses]
                 draws = [response.draw for response in pool.responses]
                 names = itertools.repeat(pool.prompt.id)
                 store.add(zip(names, draws, texts, drawn[pool.prompt.id], strict=False))
     return drawn
+
+
+def chunk_size(slots: int, samples: int) -> int:
+    """Returns the number of prompts of a chunk."""
+    return max(1, RESPONSES_PER_SLOT * slots // samples)
+
+
+def graded(pool: Pool) -> list[GradedResponse]:
+    return list(map(GradedResponse.of, pool.responses, pool.verdicts))
 
 
 def fill(
@@ -145,21 +154,39 @@ def from_policy(
     components: Components,
     verify_fn: VerifyFn,
 ) -> Callable[..., GradedResponses]:
-    """Returns `draw` bound to a policy; its arguments prompts, samples, store and on_progress remain.
+    """Returns `draw` bound to a policy, as `collector` binds `collect`.
+
+    Its arguments prompts, samples, store and on_progress remain.
+    """
+    collect_fn, verify_fn = collector(params, rollouts, settings, stream, config, components, verify_fn)
+    return functools.partial(
+        draw,
+        collect_fn=collect_fn,
+        verify_fn=verify_fn,
+        slots=rollouts.engine.options.slots * rollouts.engine.replicas * processes.count(),
+        decode=components.tokenizer.decode,
+    )
+
+
+def collector(
+    params: Params,
+    rollouts: Rollouts,
+    settings: SamplingConfig | EvaluationConfig,
+    stream: int,
+    config: Config,
+    components: Components,
+    verify_fn: VerifyFn,
+) -> tuple[Callable[..., list[Pool]], VerifyFn]:
+    """Returns `collect` bound to a policy, and the function that grades.
 
     `settings` is the section with temperature, top_k, top_p and the length limit; `stream` the first word of the
     addresses of all samples. Where responses are trajectories, their environment grades, and not `verify_fn`.
     """
-    engine, turns = rollouts.engine, components.trajectories(config, stream, settings.max_response_tokens)
-    return functools.partial(
-        draw,
-        collect_fn=functools.partial(
-            collect,
-            sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, settings, turns)),
-            options=CollectOptions(deterministic=components_lib.deterministic(config)),
-            turns=turns,
-        ),
-        verify_fn=verify_fn if turns is None else turns.verdicts,
-        slots=engine.options.slots * engine.replicas * processes.count(),
-        decode=components.tokenizer.decode,
+    turns = components.trajectories(config, stream, settings.max_response_tokens)
+    collect_fn = functools.partial(
+        collect,
+        sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, settings, turns)),
+        options=CollectOptions(deterministic=components_lib.deterministic(config)),
+        turns=turns,
     )
+    return collect_fn, verify_fn if turns is None else turns.verdicts

@@ -18,11 +18,18 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
-from reinforce_ada_jax.distributed.mesh import local_rows, send, whole_in_each_process
+from reinforce_ada_jax.distributed.mesh import (
+    devices_of_processes,
+    local_rows,
+    num_learning,
+    send,
+    whole_in_each_process,
+)
 from reinforce_ada_jax.policy import lora, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Declared, Params, nest, weight_shapes
 from reinforce_ada_jax.sampling.admission import Lengths
+from reinforce_ada_jax.sampling.hand_over import HandOver
 from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.programs import (
     as_decoded,
@@ -115,7 +122,8 @@ class Engine:
     ):
         """Makes an engine on `mesh`, devices of all processes of the run; `options` are those of each replica.
 
-        The learner may have other devices, on `learner_mesh`: `decode_weights` copies weights from there.
+        The learner may have other devices, on `learner_mesh`: `decode_weights` copies weights from there. If these are
+        in other processes, each side calls its part of `hand_over` instead.
         """
         if options.weight_dtype == "int8" and architecture.num_experts:
             raise ValueError(
@@ -128,12 +136,16 @@ class Engine:
         self.mesh, self.spans_processes = mesh, mesh.is_multi_process
         self._is_split = learner_mesh is not None and learner_mesh != mesh
         self.architecture, self.options, self.dtype = architecture, options, jnp.dtype(options.dtype)
-        own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-        self.replicas = len(own) // mesh.shape["tensor"] if self.spans_processes else num_replicas(mesh)
-        if learner_mesh is not None and self._is_split:
+        self.replicas = len(devices_of_processes(list(mesh.devices.flat))[0]) // mesh.shape["tensor"]
+        self.hand_over: HandOver | None = None
+        if learner_mesh is not None and self._is_split and num_learning(learner_mesh, mesh):
+            cast_shardings = learner_shardings(architecture, options, learner_mesh)
+            self.hand_over = HandOver(architecture, options, learner_mesh, mesh)
+        elif learner_mesh is not None and self._is_split:
             cast_shardings = learner_shardings(architecture, options, whole_in_each_process(learner_mesh))
         else:
             cast_shardings = weight_shardings(architecture, options, mesh)
+        self._cast_shardings = cast_shardings
         self._programs = make_programs(architecture, options, mesh, cast_shardings)
 
     def _stack(self, of_replicas: Sequence[Any]) -> Any:
@@ -178,10 +190,14 @@ class Engine:
             assert self.options.adapters is not None
             base, adapters = lora.split(params)
             return lora.adapted(base, self._programs.cast_adapters(adapters), self.options.adapters)
-        params = self._programs.cast_weights(params)
+        params = self.cast_weights(params)
         if self._is_split:
             return send(params, weight_shardings(self.architecture, self.options, self.mesh))
         return params
+
+    def cast_weights(self, params: Params) -> Params:
+        """Returns the weights to decode with, on the learner's devices, where those of the engine are others."""
+        return self._programs.cast_weights(params)
 
     def abstract_copy(self, params: Params) -> Params | None:
         """Returns shapes, dtypes and shardings of what `decode_weights` makes of such weights; None for nothing."""
@@ -190,8 +206,9 @@ class Engine:
         weights = self.abstract_weights()
         return lora.split(weights)[1] if self._decodes_from_base(params) else weights
 
-    def abstract_weights(self) -> Params:
-        """Returns shapes, dtypes and shardings of the decode weights."""
+    def abstract_weights(self, *, cast: bool = False) -> Params:
+        """Returns shapes, dtypes and shardings of the decode weights; with `cast`, of those of `cast_weights`."""
+        shardings = weight_shardings(self.architecture, self.options, self.mesh)
         adapters = self.options.adapters
 
         def of_learner(declared: Mapping[str, Declared]) -> Params:
@@ -203,7 +220,7 @@ class Engine:
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             jax.eval_shape(functools.partial(as_decoded, options=self.options), params),
-            weight_shardings(self.architecture, self.options, self.mesh),
+            self._cast_shardings if cast else shardings,
         )
 
     # ---- before the first call -----------------------------------------------------------------------------------

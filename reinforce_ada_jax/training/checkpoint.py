@@ -134,6 +134,9 @@ class Checkpoints:
         if writes:
             self._remove_unfinished()
             processes.any_of(False)  # waits until process 0 has removed them
+        among = set(range(processes.count())) if processes.drawing() else None  # the others take no part
+        if among is not None and not buckets.is_bucket(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)  # Orbax makes it for all processes alone
         self.times = SaveTimes(workdir)
         self._retention = Retention(keep, keep_best, keep_every, {}, {})
         self._manager = ocp.CheckpointManager(
@@ -141,6 +144,8 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=self._retention,
                 enable_async_checkpointing=True,
+                create=among is None,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=among),
                 async_options=ocp.AsyncOptions(post_finalization_callback=self.times.complete),
             ),
             item_names=("learner", "run", "sampler"),
@@ -229,6 +234,8 @@ class Checkpoints:
             return
         if evaluation is not None:
             self._retention.evaluations[iteration] = evaluation
+        if processes.count() == 1 < processes.total():  # Orbax refuses arrays of one of several processes
+            learner, sampler = jax.device_get((learner, sampler))
         items: dict[str, Any] = {
             "learner": ocp.args.StandardSave(learner), "run": ocp.args.JsonSave(records.with_checksum(record))
         }  # fmt: skip

@@ -126,6 +126,11 @@ class Components:
     environments: Environments | None
     slots_reason: str
 
+    @property
+    def only_draws(self) -> bool:
+        """True in a process that has no device of the learner."""
+        return not self.mesh.local_devices
+
     def draws_speculatively(self, collection: CollectionConfig) -> bool:
         """Returns True if idle slots start rounds before the verdicts that ask for them.
 
@@ -307,6 +312,11 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
     options = with_drafts(options, architecture, config.sampling.drafts, platform)
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh, at_once=strategy is not None and config.draws_ahead)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
+    if strategy is None and engine.hand_over is not None:
+        raise ValueError(
+            f"mesh.sampler is {config.mesh.sampler}, so that some processes only draw, and this command does not "
+            "train: set mesh.sampler to 0, and mesh.data to more."
+        )
     environments = Environments(config, tokenizer) if config.environment.path else None
     columns = functools.partial(reward_columns, config)
     return Components(folder, architecture, tokenizer, mesh, engine, columns, environments, reason)

@@ -21,12 +21,13 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.sampling.rollouts import Reshard
+from reinforce_ada_jax.sampling.rollouts import Reshard, Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.drawing_hosts import DRAW, DrawingHosts, Order
 from reinforce_ada_jax.training.environments import shaped_verdicts, turn_sampling
-from reinforce_ada_jax.training.run import Run, TrainingStopped
-from reinforce_ada_jax.training.sharded_collection import Counts, DrawFn, Job, collect_everywhere
+from reinforce_ada_jax.training.run import Inputs, Run, TrainingStopped
+from reinforce_ada_jax.training.sharded_collection import Counts, DrawFn, Job, collect_everywhere, collect_shards
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, ScoreNoise, Verdict
 
@@ -115,8 +116,7 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
             upcoming,
             CollectedShard([]) if run.journal is None else run.journal.begin(source.iteration),
         )
-        draw_job = _draw_fn(run, source, stop)
-        pools, counts = draw_job(job) if processes.count() == 1 else collect_everywhere(job, draw_job)
+        pools, counts = _collect_fn(run, source, stop)(job)
         collected = CollectedShard(pools, upcoming.partial, dict(counts + collections.Counter(stored.counts)))
     for pool in collected.pools:
         check_drawn(pool.responses, run.config, source.iteration)
@@ -127,24 +127,40 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     return Drawn(source, collected, seconds)
 
 
-def _draw_fn(run: Run, source: Source, stop: Stop) -> DrawFn:
-    """Returns the function that draws and grades a job, on the devices of this process."""
+def _collect_fn(run: Run, source: Source, stop: Stop) -> DrawFn:
+    """Returns the function that draws a job: here, in all processes, or in those that only draw."""
+    iteration, version = source.iteration, source.policy_version
+    if isinstance(run.rollouts, DrawingHosts):
+        if version < iteration - 1:  # handed over before the updates, or by an earlier start
+            run.rollouts.hand_over(source.weights)
+        else:
+            run.rollouts.decode_weights(source.weights)
+        order = Order(action=DRAW, iteration=iteration, policy_version=version)
+        return functools.partial(collect_shards, shards=run.rollouts.shards(order, stop))
     assert run.rollouts is not None
-    config, rollouts, begin = run.config, run.rollouts, time.monotonic()
-    turns = run.components.trajectories(config, stream(source.iteration), config.sampling.max_response_tokens)
+    draw = draw_fn(run, run.rollouts, source.weights, iteration=iteration, policy_version=version, stop=stop)
+    return draw if processes.count() == 1 else functools.partial(collect_everywhere, draw=draw)
+
+
+def draw_fn(
+    run: Inputs, rollouts: Rollouts, weights: Params, *, iteration: int, policy_version: int, stop: Stop
+) -> DrawFn:
+    """Returns the function that draws and grades a job of an iteration, on the devices of this process."""
+    config, begin = run.config, time.monotonic()
+    turns = run.components.trajectories(config, stream(iteration), config.sampling.max_response_tokens)
     sample_fn = rollouts.sampler(
-        source.weights,
-        stream=stream(source.iteration),
+        weights,
+        stream=stream(iteration),
         sampling=turn_sampling(config, config.sampling, turns),
-        prefetch_stream=stream(source.iteration + 1) if config.collection.overlap != "none" else None,
-        policy_version=source.policy_version,
+        prefetch_stream=stream(iteration + 1) if config.collection.overlap != "none" else None,
+        policy_version=policy_version,
     )
     shaping = components_lib.shaping(config)
     verify_fn = run.components.verify_fn(run.verifiers, shaping) if turns is None else shaped_verdicts(turns, shaping)
 
     def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
-        if processes.count() == 1:  # several stop together, at the end of the collection
-            check_drawn((response for _, response in pairs), config, source.iteration)
+        if processes.total() == 1:  # several stop together, at the end of the collection
+            check_drawn((response for _, response in pairs), config, iteration)
         return verify_fn(pairs)
 
     def draw_job(job: Job) -> tuple[list[Pool], Counts]:
@@ -156,7 +172,7 @@ def _draw_fn(run: Run, source: Source, stop: Stop) -> DrawFn:
             replacements=job.replacements,
             estimate_fn=job.estimate_fn,
             seed=config.seed,
-            iteration=source.iteration,
+            iteration=iteration,
             barrier=config.collection.barrier,
             deterministic=components_lib.deterministic(config),
             speculative=run.components.draws_speculatively(config.collection),
@@ -209,7 +225,7 @@ def draw_metrics(run: Run, drawn: Drawn, groups: Sequence[Group]) -> dict[str, f
         "collection/staleness_max": max(staleness, default=0),
         "time/reshard_s": reshard.seconds,
         "memory/reshard_bytes": reshard.bytes,
-        "time/host_between_windows_s": counts["host_s"] / processes.count(),
+        "time/host_between_windows_s": counts["host_s"] / (len(processes.drawing()) or processes.count()),
     }
 
 

@@ -51,7 +51,7 @@ def copying(workdir: pathlib.Path, begin: str) -> Iterator[None]:
     with file.open("a", encoding="utf-8", buffering=1) as log:
         sys.stdout, sys.stderr = (_Copied(output, log) for output in outputs)
         devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
-        process = f"process {processes.index()} of {processes.count()}"
+        process = f"process {processes.index()} of {processes.total()}"
         add(f"{process}, {os.getpid()} on {socket.gethostname()} with {devices}: {begin}")
         try:
             yield

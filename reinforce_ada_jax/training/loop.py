@@ -23,6 +23,8 @@ from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.isolation.workers import CannotStart
 from reinforce_ada_jax.reporting import idle_slots
+from reinforce_ada_jax.sampling.programs import num_replicas
+from reinforce_ada_jax.training.drawing_hosts import DrawingHosts
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState, to_record
 
@@ -52,7 +54,7 @@ def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, c
     if outcome.ending is not Ending.FINISHED:
         is_lost = outcome.ending is Ending.PREEMPTED or outcome.state is None
         # JAX ends several processes together, and only one process compiles in threads.
-        at_once = compiles and is_lost and processes.count() == 1
+        at_once = compiles and is_lost and processes.total() == 1
         cli.fail(outcome.message, outcome.ending.value, at_once=at_once)
     if processes.is_writer() and outcome.state is not None:
         named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
@@ -104,12 +106,20 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
                 raise
         run.checkpoints.wait()
         _forget_saved(run)
+        _end_hosts(run, outcome)
         processes.leave()
     except OSError as error:
         processes.wait_for_news()  # a save that fails because a process is gone looks like a full disk
         remedy = f"Fix this (on a full disk, free space), then: {_resuming(run)}"
-        return Outcome(Ending.STOPPED, f"{error}. Training stopped. {_newest_saved(run)}. {remedy}")
+        outcome = Outcome(Ending.STOPPED, f"{error}. Training stopped. {_newest_saved(run)}. {remedy}")
+        _end_hosts(run, outcome)
     return outcome
+
+
+def _end_hosts(run: Run, outcome: Outcome) -> None:
+    """Ends the processes that only draw, if there are any, as this one ends."""
+    if isinstance(run.rollouts, DrawingHosts):
+        run.rollouts.end(outcome.ending.value, outcome.message)
 
 
 def _newest_saved(run: Run) -> str:
@@ -224,7 +234,7 @@ def write_metrics(run: Run, state: RunState, evaluated: Mapping[str, float]) -> 
     run.progress.iteration(_shown(metrics))
     if state.iteration == idle_slots.ADVICE_AT and run.rollouts is not None:
         engine, speculative = run.components.engine, run.components.draws_speculatively(run.config.collection)
-        busy, num_slots = metrics["collection/slot_utilisation"], engine.options.slots * engine.replicas
+        busy, num_slots = metrics["collection/slot_utilisation"], engine.options.slots * num_replicas(engine.mesh)
         run.progress.note(idle_slots.advice(run.config, busy=busy, num_slots=num_slots, speculative=speculative))
     averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
     return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
@@ -247,8 +257,8 @@ def save(run: Run, state: RunState) -> None:
     """Begins to write a checkpoint of a state; if the run has a bucket, the metrics are uploaded first."""
     if run.copy is not None:
         run.copy.upload()
-    if processes.count() > 1:  # Orbax synchronizes them by programs of all devices
-        run.ahead.wait(run.stop)
+    if processes.count() > 1 and not isinstance(run.rollouts, DrawingHosts):
+        run.ahead.wait(run.stop)  # Orbax synchronizes processes by programs of all devices
     record = to_record(state) | dict(run.identity)
     run.checkpoints.save(state.iteration, state.learner, record, state.evaluation, state.sampler)
 

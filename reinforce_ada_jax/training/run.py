@@ -25,7 +25,9 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
+from reinforce_ada_jax.training.drawing_hosts import DrawingHosts
 from reinforce_ada_jax.training.response_journal import ResponseJournal
+from reinforce_ada_jax.training.sharded_collection import DrawFn
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt
 
@@ -57,6 +59,19 @@ class Evaluator(Protocol):
 
     def __call__(self, run: "Run", state: RunState, /) -> dict[str, float]:
         """Returns `evaluation/<set>/...` of the weights, and keeps them in the work directory."""
+        ...
+
+
+@runtime_checkable
+class BenchmarkEvaluator(Evaluator, Protocol):
+    """Evaluation whose benchmarks processes that only draw can draw, too."""
+
+    benchmarks: dict[str, list[Prompt]]
+
+    def draw_fn(
+        self, run: "Inputs", rollouts: Rollouts, weights: Params, benchmark: str, iteration: int, stop: Stop, /
+    ) -> DrawFn:
+        """Returns the function that draws and grades problems of a benchmark, on the devices of this process."""
         ...
 
 
@@ -95,7 +110,8 @@ class Run(Inputs):
     """Settings, data, programs and files of a run. It is built once, at the start, and never changes."""
 
     workdir: pathlib.Path
-    rollouts: Rollouts | None  # the engine's decode state; None in supervised training
+    # The engine's decode state, or the processes that only draw; None in supervised training.
+    rollouts: Rollouts | DrawingHosts | None
     estimator: Ema | ValueHead | None = None  # of pass rates, where the strategy plans
     base: Params | None = None  # frozen weights under the adapters; None if all weights are trained
     reference: Params | None = None  # weights that the KL term compares with; None without one

@@ -1,7 +1,8 @@
 """A collection over several processes: each draws for its shard of the prompts, and all end up with all pools.
 
 Each process gets the same job and takes its shard of the prompts by the same rule (`split`). Then the processes
-exchange their pools (`processes.exchange`). The pools do not depend on the number of processes, unless iterations
+exchange their pools (`processes.exchange`). Where some processes only draw, the others send them the job and get the
+pools back (training/drawing_hosts.py). The pools do not depend on the number of processes, unless iterations
 overlap: the randomness of a sample follows from its address, a plan is made for all prompts before they are split, and
 replacement prompts are the next ones in the order of the data.
 """
@@ -40,8 +41,18 @@ class Job:
     broken_off: CollectedShard = dataclasses.field(default_factory=lambda: CollectedShard([]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Decisions on all prompts of a job, made before they are split."""
+
+    estimates: Mapping[str, float] | None = None  # of pass rates, by prompt id; None: the strategy needs none
+    draws: Mapping[str, int] = dataclasses.field(default_factory=dict)  # by prompt id; empty: no fixed numbers
+
+
 # Draws a job on this process's devices; returns the pools and the counts of its sampler.
 DrawFn = Callable[[Job], tuple[list[Pool], Counts]]
+# Returns the message of each process that draws a shard of the job (`shard_message`).
+ShardsFn = Callable[[Job, Plan], list[bytes]]
 
 
 def split(weights: Sequence[float], num_shards: int) -> list[list[int]]:
@@ -64,8 +75,18 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
     Raises:
       Interrupted: in every process, if it was raised in any.
     """
-    job, planned = _planned(job)
-    pools, counts = _collect_shards(job, draw, planned)
+
+    def exchanged(job: Job, plan: Plan) -> list[bytes]:
+        own = shard_message(job, plan, draw, processes.count(), processes.index())
+        return processes.exchange(own, drawing=True)
+
+    return collect_shards(job, exchanged)
+
+
+def collect_shards(job: Job, shards: ShardsFn) -> tuple[list[Pool], Counts]:
+    """Returns what `collect_everywhere` does; `shards` returns the shards of all processes that draw."""
+    job, plan = _planned(job)
+    pools, counts = _collect_shards(job, shards, plan)
     replacements = collections.deque(job.replacements)
     dropped = _num_dropped(pools, job.strategy)
     # Each pass draws only prompts that are certainly needed, so together they are the shortest prefix that is enough.
@@ -73,7 +94,7 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
         prompts = [replacements.popleft() for _ in range(min(dropped, len(replacements)))]
         more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()))
         try:
-            found, counted = _collect_shards(more, draw, {})
+            found, counted = _collect_shards(more, shards, dataclasses.replace(plan, draws={}))
         except Interrupted:
             _add(job.broken_off, CollectedShard(pools, job.prefetch.partial, dict(counts)))
             raise
@@ -95,23 +116,33 @@ def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: C
     return (draw(job) if processes.count() == 1 else collect_everywhere(job, draw))[0]
 
 
-def _planned(job: Job) -> tuple[Job, dict[str, int]]:
-    """Returns the job with a fixed plan, which depends on all prompts, and the planned draws by prompt id."""
+def _planned(job: Job) -> tuple[Job, Plan]:
+    """Returns the job with a fixed plan, which depends on all prompts."""
     if not job.strategy.estimates:
-        return job, {}
+        return job, Plan()
     estimates = np.full(len(job.prompts), 0.5) if job.estimate_fn is None else job.estimate_fn(job.prompts)
-    ids = [prompt.id for prompt in job.prompts]
-    rates = dict(zip(ids, np.asarray(estimates).tolist(), strict=True))
+    ids, draws = [prompt.id for prompt in job.prompts], {}
+    if job.strategy.plan is not None:
+        planned = plan_draws(job.strategy, np.asarray(estimates, float), ids)
+        draws = dict(zip(ids, planned.tolist(), strict=True))
+    plan = Plan(dict(zip(ids, np.asarray(estimates).tolist(), strict=True)), draws)
+    return with_plan(job, plan), plan
+
+
+def with_plan(job: Job, plan: Plan) -> Job:
+    """Returns the job with the estimates of a plan, and its numbers of draws, for any part of the prompts."""
+    estimates, draws = plan.estimates, plan.draws
+    if estimates is None:
+        return job
     job = dataclasses.replace(
-        job, estimate_fn=lambda prompts: np.array([rates[prompt.id] for prompt in prompts], float)
+        job, estimate_fn=lambda prompts: np.array([estimates[prompt.id] for prompt in prompts], float)
     )
-    if job.strategy.plan is None:
-        return job, {}
-    planned = dict(zip(ids, plan_draws(job.strategy, np.asarray(estimates, float), ids).tolist(), strict=True))
+    if not draws:
+        return job
     strategy = dataclasses.replace(
-        job.strategy, plan=lambda _, ids: np.array([planned[prompt_id] for prompt_id in ids], int)
+        job.strategy, plan=lambda _, ids: np.array([draws[prompt_id] for prompt_id in ids], int)
     )
-    return dataclasses.replace(job, strategy=strategy), planned
+    return dataclasses.replace(job, strategy=strategy)
 
 
 def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
@@ -126,8 +157,8 @@ def _add(broken_off: CollectedShard, shard: CollectedShard) -> None:
     broken_off.counts.update(Counts(broken_off.counts) + Counts(shard.counts))
 
 
-def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple[list[Pool], Counts]:
-    """Draws this process's shard, and exchanges the results with the other processes."""
+def shard_message(job: Job, plan: Plan, draw: DrawFn, num_shards: int, index: int) -> bytes:
+    """Draws one shard of a job; returns the message that tells the other processes its results."""
 
     def shard_of(prompts: Sequence[Prompt], draws: Mapping[str, int]) -> list[Prompt]:
         weights = [
@@ -136,28 +167,32 @@ def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple
             else 1.0
             for prompt in prompts
         ]
-        return [prompts[index] for index in split(weights, processes.count())[processes.index()]]
+        return [prompts[place] for place in split(weights, num_shards)[index]]
 
     shard = dataclasses.replace(
         job,
-        prompts=shard_of(job.prompts, planned),
+        prompts=shard_of(job.prompts, plan.draws),
         replacements=(),
         prefetch=Prefetch(shard_of(job.prefetch.prompts, {}), job.prefetch.ahead),
         broken_off=CollectedShard([]),
     )
     try:
         pools, counts = draw(shard)
-        message = _COMPLETE + to_bytes(CollectedShard(pools, shard.prefetch.partial, dict(counts)))
+        return _COMPLETE + to_bytes(CollectedShard(pools, shard.prefetch.partial, dict(counts)))
     except Interrupted:
-        message = _BROKEN_OFF + to_bytes(shard.broken_off)
-    messages = processes.exchange(message, drawing=True)
-    shards = [from_bytes(message[1:], job.prompts) for message in messages]
+        return _BROKEN_OFF + to_bytes(shard.broken_off)
+
+
+def _collect_shards(job: Job, shards: ShardsFn, plan: Plan) -> tuple[list[Pool], Counts]:
+    """Returns the results of all shards together."""
+    messages = shards(job, plan)
+    found = [from_bytes(message[1:], job.prompts) for message in messages]
     if any(message.startswith(_BROKEN_OFF) for message in messages):
-        for collected in shards:
+        for collected in found:
             _add(job.broken_off, collected)
         raise Interrupted
-    pool_of = {pool.prompt.id: pool for shard in shards for pool in shard.pools}
-    for collected in shards:
+    pool_of = {pool.prompt.id: pool for shard in found for pool in shard.pools}
+    for collected in found:
         job.prefetch.partial.update(collected.partial)
-    total = sum((Counts(collected.counts) for collected in shards), Counts())
+    total = sum((Counts(collected.counts) for collected in found), Counts())
     return [pool_of[prompt.id] for prompt in job.prompts], total

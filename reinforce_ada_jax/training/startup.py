@@ -15,6 +15,7 @@ from reinforce_ada_jax.collection import simulate, strategies
 from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, abstract
 from reinforce_ada_jax.distributed.program_cache import keep_programs
@@ -33,6 +34,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import fingerprints, resume, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.drawing_hosts import DrawingHosts
 from reinforce_ada_jax.training.iteration import train_iteration
 from reinforce_ada_jax.training.records import holds_checkpoint
 from reinforce_ada_jax.training.response_journal import ResponseJournal
@@ -120,31 +122,23 @@ def start(
     config, components, draws = inputs.config, inputs.components, not inputs.is_supervised
     keep_programs(config.logging.compilation_cache)
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
-    for what, text in {"the configurations": config_lib.to_json(inputs.given), **inputs.same}.items():
-        processes.check_same(what, text)
-    if config.draws_ahead:
-        processes.split_devices(len(components.engine.mesh.local_devices))
 
     # 2. The work directory: no other training has it, and all processes see it.
-    lock = WorkdirLock(workdir)
-    stack.callback(lock.close)
-    if copy is not None:
-        copy.may_upload = lock.check
-        stack.callback(copy.close)  # while the lock is held
-    write_config(inputs.given, workdir)
-    write_started(workdir)
+    join(inputs, workdir, stack, copy)
 
     # 3. The engine's programs begin to compile. All input is checked above: an error here would wait for the compiler.
     compiles = CompileCounter()
     compilation = stack.enter_context(EarlyCompilation())
-    ready_to_sample = compilation.add(components.engine.programs() if draws else {})
-    if components.environments is not None:
-        components.environments.pool.program.output = output_file(workdir, "environment")
-        stack.callback(components.environments.pool.close)
+    draws_here = draws and components.engine.hand_over is None
+    ready_to_sample = compilation.add(components.engine.programs() if draws_here else {})
+    open_environments(components, workdir, stack)
 
     # 4. The frozen weights.
     base, reference = frozen_weights(inputs, params)
-    rollouts = Rollouts(components.engine) if draws else None
+    rollouts = Rollouts(components.engine) if draws_here else None
+    if draws and not draws_here:
+        inputs = dataclasses.replace(inputs, verifiers=components_lib.no_verifiers(config))
+        rollouts = DrawingHosts(components.engine, inputs.verifiers, components.graders(inputs.verifiers))
     estimator = components_lib.make_estimator(config, components) if inputs.strategy.estimates else None
 
     # 5. The state: that of the newest checkpoint, or a new one.
@@ -179,7 +173,43 @@ def start(
     return run, state
 
 
+def start_drawing(
+    inputs: Inputs, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None = None
+) -> Rollouts:
+    """Returns the engine of a process that only draws, when all processes have the same input."""
+    keep_programs(inputs.config.logging.compilation_cache)
+    join(inputs, workdir, stack, copy)
+    open_environments(inputs.components, workdir, stack)
+    stack.enter_context(Interrupt())  # tells the others
+    return Rollouts(inputs.components.engine)
+
+
 # ---- the steps of a start --------------------------------------------------------------------------------------------
+
+
+def join(inputs: Inputs, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
+    """Takes the work directory, when all processes have the same input, and splits them into their groups."""
+    engine, mesh = inputs.components.engine, inputs.components.mesh
+    for what, text in {"the configurations": config_lib.to_json(inputs.given), **inputs.same}.items():
+        processes.check_same(what, text)
+    if inputs.config.draws_ahead and engine.hand_over is None:
+        processes.split_devices(len(engine.mesh.local_devices))
+    lock = WorkdirLock(workdir)
+    stack.callback(lock.close)
+    if copy is not None:
+        copy.may_upload = lock.check
+        stack.callback(copy.close)  # while the lock is held
+    write_config(inputs.given, workdir)
+    write_started(workdir)
+    if engine.hand_over is not None:
+        processes.split_hosts(mesh_lib.num_learning(mesh, engine.mesh))
+
+
+def open_environments(components: Components, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
+    """Sends what environments print to a file; `stack` ends their processes."""
+    if components.environments is not None:
+        components.environments.pool.program.output = output_file(workdir, "environment")
+        stack.callback(components.environments.pool.close)
 
 
 def open_writer(
@@ -228,7 +258,7 @@ def newest_state(
     inputs: Inputs, checkpoints: "Checkpoints", workdir: pathlib.Path, identity: dict[str, Any]
 ) -> RunState | None:
     """Returns the state in the newest checkpoint, None without one; ValueError if it belongs to another run."""
-    config, components = inputs.config, inputs.components
+    config, components, engine = inputs.config, inputs.components, inputs.components.engine
     restored = checkpoints.restore_newest(
         abstract_state(config, inputs.learner),
         accept=functools.partial(
@@ -236,7 +266,7 @@ def newest_state(
             accept_reward=config.checkpoint.accept_changed_reward,
         ),
         say=lambda text: print(f"warning: {text}"),
-        sampler=components.engine.abstract_weights() if config.draws_ahead else None,
+        sampler=engine.abstract_weights(cast=engine.hand_over is not None) if config.draws_ahead else None,
     )  # fmt: skip
     if restored is None:
         if (workdir / "metrics.jsonl").exists() and processes.is_writer():

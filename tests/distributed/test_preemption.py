@@ -111,7 +111,7 @@ import hashlib
 import threading
 from reinforce_ada_jax.distributed import processes, signals
 
-processes.ask_to_stop = lambda: print("told", flush=True)
+processes.ask_to_stop = lambda **_: print("told", flush=True)
 signals.SECOND_S = 0.1
 asked = signals.Interrupt()
 threading.Timer(0.5, functools.partial(print, "ready", flush=True)).start()  # when the program has begun

@@ -24,7 +24,7 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from tests import forked, hosts
 from tests.hosts import finished
-from tests.running import cipher_file, environment, reproducible, restored
+from tests.running import cipher_file, environment, reproducible, restored, saved_config
 
 SMALL = {
     "iterations": 4, "checkpoint.every": 2, "evaluation.every": 4, "evaluation.samples": 1, "sampling.slots": 32,
@@ -230,7 +230,7 @@ def test_both_end_and_resume(start, unbroken, tmp_path, victim, number, code):
 
 # ---- some devices of each process draw while the others learn ----------------------------------------------------
 
-SPLIT = ("--config.mesh.fsdp=2", "--config.mesh.sampler=2")
+SPLIT = ("--config.mesh.fsdp=4", "--config.mesh.sampler=2")  # of six devices
 # A host that waits for another one launches windows without requests, by time.
 OF_TIME = {"collection/slot_utilisation", "collection/dispatches", "collection/waited_share"}
 
@@ -239,7 +239,8 @@ def assert_same_bits(first: pathlib.Path, second: pathlib.Path) -> None:
     """The same samples, weights and moments, to the last bit; the record has the sampler's weights as fingerprints."""
     (one, record), (other, other_record) = restored(first), restored(second)
     jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert record == other_record and record["sampler_fingerprints"]
+    assert record == other_record
+    assert bool(record["sampler_fingerprints"]) == saved_config(first).draws_ahead
     assert samples(first) == samples(second)
     for line, other_line in zip(reproducible(first), reproducible(second), strict=True):
         assert line.keys() == other_line.keys()
@@ -259,14 +260,14 @@ def kill_one(workdir, processes, victim, number=signal.SIGKILL) -> list[str]:
 
 @pytest.fixture(scope="module")
 def split(start, tmp_path_factory):
-    """Work directory of two processes, each with a device that learns and one that draws, which nothing disturbed."""
+    """Work directory of two processes, each with two devices that learn and one that draws, which nothing disturbed."""
     workdir = tmp_path_factory.mktemp("split") / "run"
-    assert "2 updates each, while the next iteration is drawn" in finished(start(workdir, 2, *SPLIT, devices=4))[0]
+    assert "2 updates each, while the next iteration is drawn" in finished(start(workdir, 2, *SPLIT, devices=6))[0]
     return workdir
 
 
 def test_split_processes_make_the_run_of_one(start, split, tmp_path):
-    finished(start(tmp_path / "one", 1, *SPLIT, devices=4))
+    finished(start(tmp_path / "one", 1, *SPLIT, devices=6))
     assert_same_run(tmp_path / "one", split)
     lines = writers.read_metrics(split)
     assert [line["collection/staleness_max"] for line in lines] == [0, 1, 1, 1]
@@ -274,10 +275,10 @@ def test_split_processes_make_the_run_of_one(start, split, tmp_path):
 
 
 def test_split_processes_resume_with_the_same_bits(start, split, tmp_path):
-    processes = start(tmp_path / "run", 2, *SPLIT, devices=4)
+    processes = start(tmp_path / "run", 2, *SPLIT, devices=6)
     until_iteration(tmp_path / "run", 2, processes)  # iteration 3 is drawn, while iteration 2 is saved
     kill_one(tmp_path / "run", processes, 1)
-    finished(start(tmp_path / "run", 2, *SPLIT, devices=4))
+    finished(start(tmp_path / "run", 2, *SPLIT, devices=6))
     assert_same_bits(split, tmp_path / "run")
 
 
@@ -285,11 +286,10 @@ def test_split_processes_resume_with_the_same_bits(start, split, tmp_path):
 @pytest.mark.parametrize(
     ("devices", "mesh"),
     [
-        (6, ("--config.mesh.fsdp=4", "--config.mesh.sampler=2")),  # the gathered copy is split over two learners
         (6, ("--config.mesh.fsdp=2", "--config.mesh.sampler=4")),
-        (8, ("--config.mesh.fsdp=4", "--config.mesh.sampler=4", "--config.collection.max_staleness=0")),
-        (6, (*SPLIT, "--config.mesh.data=2", "--config.collection.strategy=dapo")),  # collects in several passes
-        (4, (*SPLIT, "--config.lora.rank=2")),
+        (10, ("--config.mesh.fsdp=4", "--config.mesh.sampler=6", "--config.collection.max_staleness=0")),
+        (6, (*SPLIT, "--config.collection.strategy=dapo")),  # collects in several passes
+        (6, (*SPLIT, "--config.lora.rank=2")),
     ],
 )
 def test_every_split_makes_the_run_of_one_process(start, tmp_path, devices, mesh):
@@ -300,28 +300,95 @@ def test_every_split_makes_the_run_of_one_process(start, tmp_path, devices, mesh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_split_processes_end_at_random_moments(start, tmp_path, number):
-    flags = (*SPLIT, "--config.iterations=24")
-    finished(start(tmp_path / "whole", 2, *flags, devices=4))
+@pytest.mark.parametrize(("devices", "mesh"), [(6, SPLIT), (2, ("--config.mesh.fsdp=1", "--config.mesh.sampler=1"))])
+def test_split_processes_end_at_random_moments(start, tmp_path, number, devices, mesh):
+    flags = (*mesh, "--config.iterations=24")
+    finished(start(tmp_path / "whole", 2, *flags, devices=devices))
     moments, workdir = np.random.default_rng(number), tmp_path / "run"
     for _ in range(4):
         done = len(writers.read_metrics(workdir)) if workdir.exists() else 0
-        processes = start(workdir, 2, *flags, devices=4)
+        processes = start(workdir, 2, *flags, devices=devices)
         until_iteration(workdir, min(done + 2, 20), processes)
         time.sleep(moments.uniform(0, 0.5))
         said = kill_one(workdir, processes, int(moments.integers(2)), number)
         assert number == signal.SIGKILL or all("goes on from there" in text for text in said), said
-    finished(start(workdir, 2, *flags, devices=4))
+    finished(start(workdir, 2, *flags, devices=devices))
     assert_same_bits(tmp_path / "whole", workdir)
 
 
 def test_two_sides_that_would_wait_for_each_other_are_refused(start, tmp_path):
-    sizes = ("--config.mesh.fsdp=4", "--config.mesh.sampler=4")
-    refused = start(tmp_path / "run", 2, *sizes, devices=8)
+    sizes = ("--config.mesh.fsdp=4", "--config.mesh.sampler=6")
+    refused = start(tmp_path / "run", 2, *sizes, devices=10)
     _, said = refused[0].communicate(timeout=60)
     refused[1].communicate(timeout=60)
     assert [process.returncode for process in refused] == [cli.BAD_INPUT] * 2
     assert "the two sides would wait for each other forever" in said
+
+
+# ---- some processes only draw ------------------------------------------------------------------------------------
+
+APART = ("--config.mesh.fsdp=1", "--config.mesh.sampler=1")  # of two processes
+
+
+@pytest.fixture(scope="module")
+def apart(start, tmp_path_factory):
+    """Work directory of a run of one process with two devices, one of which draws."""
+    workdir = tmp_path_factory.mktemp("apart") / "run"
+    finished(start(workdir, 1, *APART, devices=2))
+    return workdir
+
+
+def test_a_process_that_only_draws_makes_the_run_of_one(start, apart, tmp_path):
+    spoke, silent = finished(start(tmp_path / "two", 2, *APART, devices=2))
+    assert "finished iteration 4" in spoke and "finished" not in silent
+    assert "process 1 of 2, " in (tmp_path / "two" / "logs" / "host-1.log").read_text()
+    assert_same_bits(apart, tmp_path / "two")
+    lines = writers.read_metrics(tmp_path / "two")
+    assert [line["collection/staleness_max"] for line in lines] == [0, 1, 1, 1]
+    assert {line["memory/reshard_bytes"] for line in lines} == {4 * 107_392}
+    assert all(line["time/verify_s"] > 0 for line in lines)
+
+
+def test_processes_that_only_draw_or_learn_resume_with_the_same_bits(start, apart, tmp_path):
+    for iteration, victim, number in ((1, 1, signal.SIGTERM), (2, 0, signal.SIGKILL), (3, 1, signal.SIGKILL)):
+        processes = start(tmp_path / "run", 2, *APART, devices=2)
+        until_iteration(tmp_path / "run", iteration, processes)
+        said = kill_one(tmp_path / "run", processes, victim, number)
+        assert number == signal.SIGKILL or all("is saved" in text and "from there" in text for text in said), said
+    finished(start(tmp_path / "run", 2, *APART, devices=2))
+    assert_same_bits(apart, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "flags"),
+    [
+        (3, 3, ("--config.mesh.fsdp=2", "--config.mesh.sampler=1")),
+        (3, 3, ("--config.mesh.fsdp=1", "--config.mesh.sampler=2")),
+        (2, 4, ("--config.mesh.fsdp=2", "--config.mesh.sampler=2")),
+        (2, 2, (*APART, "--config.collection.max_staleness=0")),
+        (2, 2, (*APART, "--config.collection.strategy=dapo")),
+        (2, 2, (*APART, "--config.collection.strategy=estimate")),
+        (3, 3, (*APART, "--config.mesh.sampler=2", *EXACT, "--config.collection.strategy=positive")),
+        (2, 2, (*APART, "--config.lora.rank=2", "--config.model.compute_dtype=bfloat16")),
+        (2, 2, (*APART, "--config.sampling.weight_dtype=int8", "--config.model.compute_dtype=bfloat16")),
+    ],
+)
+def test_processes_that_only_draw_make_the_run_of_one(start, tmp_path, count, devices, flags):
+    for number in (1, count):
+        finished(start(tmp_path / str(number), number, *flags, devices=devices))
+    compare = assert_same_bits if "--config.mesh.fsdp=1" in flags else assert_same_run
+    compare(tmp_path / "1", tmp_path / str(count))
+
+
+def test_a_run_that_stops_ends_processes_that_only_draw(start, tmp_path):
+    fails = tmp_path / "reward.py"
+    fails.write_text("def grade(response, answer):\n    assert response == answer, 'no reward here'\n    return 1\n")
+    flags = (*APART, f"--config.reward.path={fails}:grade", "--config.reward.workers=1", "--config.evaluation.every=0")
+    processes = start(tmp_path / "run", 2, *flags, devices=2)
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [cli.STOPPED] * 2, said
+    assert all("could not grade" in text and "no reward here" in text for text in said), said
 
 
 # ---- what is said where something is wrong -----------------------------------------------------------------------
@@ -473,19 +540,28 @@ def test_each_process_has_devices_of_both_sides():
     assert [str(device) for device in learner.devices.flat] == ["0.0", "0.1", "0.4", "1.2", "1.3", "1.6"]
     assert [str(device) for device in sampler.devices.flat] == ["0.5", "1.7"]
     assert dict(sampler.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 1}
-    both = MeshConfig(fsdp=2, tensor=2, sampler=4)
-    learner, sampler = mesh_lib.split_meshes(both, devices=devices)
-    assert [str(device) for device in sampler.devices.flat] == ["0.4", "0.5", "1.6", "1.7"]
     for wrong, said in (
-        (
-            MeshConfig(fsdp=5, sampler=3),
-            r"= 5 \+ 3 = 8, .* mesh.sampler a multiple of 2 \* mesh.tensor = 2, because each",
-        ),
+        (MeshConfig(fsdp=5, sampler=3), r"= 5 \+ 3 = 8, .* mesh.sampler a multiple of 4, .* of 2 \* mesh.tensor = 2,"),
         (MeshConfig(fsdp=2, sampler=2), r"over 2 processes of 4 devices: the sum must be 8"),
-        (MeshConfig(data=3, tensor=2, sampler=2), r"mesh.sampler a multiple of 2 \* mesh.tensor = 4"),
+        (MeshConfig(data=3, tensor=2, sampler=2), r"or of 2 \* mesh.tensor = 4, so that each"),
         (MeshConfig(fsdp=8, sampler=2), r"= 8 \+ 2 = 10, but there are 8 devices"),
     ):
         with pytest.raises(ValueError, match=said):
             mesh_lib.split_meshes(wrong, devices=devices)
-    with pytest.raises(ValueError, match="2 CPU devices that learn and 2 that draw, .*max_staleness to 0"):
+    both, devices = MeshConfig(fsdp=4, tensor=2, sampler=4), [Device(n // 6, n) for n in range(12)]
+    learner, sampler = mesh_lib.split_meshes(both, devices=devices)
+    assert [str(device) for device in sampler.devices.flat] == ["0.4", "0.5", "1.10", "1.11"]
+    assert not mesh_lib.num_learning(learner, sampler)
+    with pytest.raises(ValueError, match="4 CPU devices that learn and 2 that draw, .*max_staleness to 0"):
         mesh_lib.split_meshes(both, at_once=True, devices=devices)
+
+
+def test_the_last_processes_only_draw():
+    devices = [Device(n // 4, n) for n in range(16)]
+    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, sampler=12), at_once=True, devices=devices)
+    assert [device.process_index for device in learner.devices.flat] == [0] * 4
+    assert dict(sampler.shape) == {"data": 6, "fsdp": 1, "context": 1, "tensor": 2}
+    assert {device.process_index for device in sampler.devices.flat} == {1, 2, 3}
+    assert mesh_lib.num_learning(learner, sampler) == 1
+    with pytest.raises(ValueError, match=r"= 4 \+ 8 = 12, over 4 processes of 4 devices: the sum must be 16"):
+        mesh_lib.split_meshes(MeshConfig(fsdp=4, sampler=8), devices=devices)
