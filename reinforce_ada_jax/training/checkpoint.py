@@ -134,9 +134,9 @@ class Checkpoints:
         if writes:
             self._remove_unfinished()
             processes.any_of(False)  # waits until process 0 has removed them
-        among = set(range(processes.count())) if processes.drawing() else None  # the others take no part
-        if among is not None and not buckets.is_bucket(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)  # Orbax makes it for all processes alone
+        among = set(range(processes.count())) if processes.drawing() else None  # those that only draw take no part
+        if among is not None:  # Orbax makes the folder only where all processes take part
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.times = SaveTimes(workdir)
         self._retention = Retention(keep, keep_best, keep_every, {}, {})
         self._manager = ocp.CheckpointManager(

@@ -441,14 +441,14 @@ with processes.joined(cluster=False):
 """
 
 
-def joining(host, *arguments):
+def joining(host, *arguments, script=JOIN):
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         free.bind((host.strip("[]"), 0))
         address = f"{host}:{free.getsockname()[1]}"
     processes = []
     for index in range(2):
         given = {processes_lib.ADDRESS: address, processes_lib.COUNT: "2", processes_lib.INDEX: str(index)}
-        processes.append(forked.Forked(["-c", JOIN, *arguments], environment() | given))
+        processes.append(forked.Forked(["-c", script, *arguments], environment() | given))
     try:
         return [(*process.communicate(timeout=60), process.returncode) for process in processes]
     finally:
@@ -463,6 +463,29 @@ def test_processes_join_by_ipv6():
         pytest.skip("no IPv6 here")
     for out, err, code in said:
         assert code == 0 and out.endswith("[b'0', b'1']\n"), err
+
+
+# Process 1 sends messages of several parts, of none and of one.
+MESSAGES = """
+from reinforce_ada_jax.distributed import processes
+processes.CHUNK, processes.POLL_MS = 4, 50
+with processes.joined(cluster=False):
+    if processes.index() == 0:
+        print(processes.receive(1), processes.has_sent(1))
+        processes.send(1, b"go on")
+        print(processes.receive(1), processes.receive(1), processes.has_sent(1))
+    else:
+        processes.send(0, b"0123456789")
+        print(processes.receive(0))
+        processes.send(0, b"")
+        processes.send(0, b"0123")
+"""
+
+
+def test_messages_arrive_whole_and_in_order():
+    (received, err, code), (other, other_err, other_code) = joining("127.0.0.1", script=MESSAGES)
+    assert code == other_code == 0, err + other_err
+    assert received == "b'0123456789' False\nb'' b'0123' False\n" and other == "b'go on'\n"
 
 
 def test_processes_that_can_not_reach_each_other_say_so_in_a_line():
