@@ -2,7 +2,7 @@
 
 Each array is copied by one program of all devices, which the processes launch in the same order: those that learn with
 `send`, the others with `receive`. Process 0 brings its values, split over its devices; the program adds zeros of all
-other processes to them. So a device needs memory for at most two arrays in addition to the result.
+other processes to them. So a device needs at most three times the memory of one array in addition to the result.
 """
 
 import functools

@@ -300,19 +300,26 @@ def test_every_split_makes_the_run_of_one_process(start, tmp_path, devices, mesh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize(("devices", "mesh"), [(6, SPLIT), (2, ("--config.mesh.fsdp=1", "--config.mesh.sampler=1"))])
-def test_split_processes_end_at_random_moments(start, tmp_path, number, devices, mesh):
+@pytest.mark.parametrize(
+    ("count", "devices", "mesh"),
+    [
+        (2, 6, SPLIT),
+        (2, 2, ("--config.mesh.fsdp=1", "--config.mesh.sampler=1")),  # the second process only draws
+        (4, 4, ("--config.mesh.fsdp=2", "--config.mesh.sampler=2")),  # the last two
+    ],
+)
+def test_split_processes_end_at_random_moments(start, tmp_path, number, count, devices, mesh):
     flags = (*mesh, "--config.iterations=24")
-    finished(start(tmp_path / "whole", 2, *flags, devices=devices))
+    finished(start(tmp_path / "whole", count, *flags, devices=devices))
     moments, workdir = np.random.default_rng(number), tmp_path / "run"
     for _ in range(4):
         done = len(writers.read_metrics(workdir)) if workdir.exists() else 0
-        processes = start(workdir, 2, *flags, devices=devices)
+        processes = start(workdir, count, *flags, devices=devices)
         until_iteration(workdir, min(done + 2, 20), processes)
         time.sleep(moments.uniform(0, 0.5))
-        said = kill_one(workdir, processes, int(moments.integers(2)), number)
+        said = kill_one(workdir, processes, int(moments.integers(count)), number)
         assert number == signal.SIGKILL or all("goes on from there" in text for text in said), said
-    finished(start(workdir, 2, *flags, devices=devices))
+    finished(start(workdir, count, *flags, devices=devices))
     assert_same_bits(tmp_path / "whole", workdir)
 
 
