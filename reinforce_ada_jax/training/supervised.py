@@ -169,7 +169,8 @@ class Validation:
         """Returns the mean of -log p over the response tokens."""
         size, policy, total = run.config.learning.prompts_per_update, run.policy(state), 0.0
         for begin in range(0, len(self.rows), size):
-            run.stop.check(f"validation, row {begin:,} of {len(self.rows):,}")
+            run.stop.agree()  # a score is a program of all processes
+            run.stop.show(f"validation, row {begin:,} of {len(self.rows):,}")
             logprobs = run.learner.score(policy, supervised_batch(run, self.rows[begin : begin + size]))
             total -= float(processes.fetch(logprobs).sum(dtype=np.float64))
         return {"validation/loss": total / sum(len(row.tokens) for row in self.rows)}

@@ -13,13 +13,18 @@ import pytest
 from reinforce_ada_jax import cli, export, sft, train
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import LearningConfig
+from reinforce_ada_jax.data.demonstrations import Demonstration
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.optimizer import make_schedule
 from reinforce_ada_jax.learning.supervised import SupervisedLearner
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.training import supervised
-from reinforce_ada_jax.types import Response
+from reinforce_ada_jax.training.run import Run
+from reinforce_ada_jax.training.state import RunState
+from reinforce_ada_jax.types import Prompt, Response
 from tests import hosts
 from tests.running import cipher_file, reproducible, restored, tiny
 from tests.sampling.tiny import ARCHITECTURE
@@ -177,7 +182,18 @@ def test_adapters_are_trained_alone(settings, tmp_path):
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
 
-@pytest.mark.slow  # the runs above have one process; nothing in sft.py is for several
+def test_a_request_to_another_process_ends_the_validation_here_too(monkeypatch):
+    """A score is a program of all processes: one that ended alone would leave the others in it forever."""
+    monkeypatch.setattr(processes, "any_of", lambda flag: True)
+    run, state = object.__new__(Run), object.__new__(RunState)
+    vars(run).update(config=tiny(**SETTINGS), stop=Stop(asked=lambda: False))
+    monkeypatch.setattr(Run, "policy", lambda run, state: {})
+    rows = [Demonstration(Prompt("p", "", "", np.ones(1, np.int32)), np.ones(1, np.int32))]
+    with pytest.raises(Interrupted):
+        supervised.Validation(rows)(run, state)
+
+
+@pytest.mark.slow  # the runs above have one process
 def test_two_processes_train_as_one(settings, tmp_path):
     changed = SETTINGS | {"data.prompts": settings["data.prompts"], "sft.validation": "cipher:heldout", "mesh.data": 2}
     for count in (1, 2):
