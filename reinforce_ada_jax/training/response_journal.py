@@ -124,7 +124,7 @@ def _within(partial: Mapping[str, PartialRollouts], limit_bytes: int) -> dict[st
     size, fitting = 0, {}
     for prompt_id, rollouts in partial.items():
         found = *(response for response in rollouts.responses if response is not None), *rollouts.begun
-        size += TOKEN_BYTES * sum(len(response.tokens) for response in found)
+        size += sum(TOKEN_BYTES * len(r.tokens) + (0 if r.experts is None else r.experts.nbytes) for r in found)
         if size > 0.75 * limit_bytes:
             break
         fitting[prompt_id] = rollouts

@@ -1,5 +1,7 @@
 """Files of responses that no checkpoint holds: the run and the weights that they belong to take them, and no other."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,6 +96,14 @@ def test_the_limit_counts_all_files_and_leaves_out_prompts_of_a_broken_collectio
     kept = opened(tmp_path, limit_bytes=12_000)
     kept.begin(8).partial.update(long)
     assert kept.write_broken_off(state(7)) == 0, "iteration 7 has the space"
+
+
+def test_the_limit_counts_recorded_experts(tmp_path):
+    kept = opened(tmp_path, limit_bytes=12_000)  # of each prompt 80 bytes of tokens and 4,000 of experts
+    recorded = [dataclasses.replace(response(name, 0, 10), experts=np.ones((20, 200), np.uint8)) for name in "abc"]
+    kept.begin(7).partial.update({each.prompt_id: PartialRollouts((each, None), (), 0, (2,)) for each in recorded})
+    assert kept.write_broken_off(state(6)) == 2
+    assert opened(tmp_path).read(state(6), PROMPTS).partial["b"].responses[0].experts.shape == (20, 200)
 
 
 def test_files_go_with_the_checkpoint_that_has_their_iteration(tmp_path):
