@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from reinforce_ada_jax.learning.batch import Batch
-from reinforce_ada_jax.policy import invariant
+from reinforce_ada_jax.policy import experts, invariant
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.invariant import ROWS
 from reinforce_ada_jax.policy.transformer import Execution, Params, merge, run
@@ -16,7 +16,8 @@ def invariant_logprobs(
     """Computes the log-probability of every response token in float32, as the sampler does, bit for bit; 0 elsewhere.
 
     All sequences of a micro-batch are laid out side by side, without the padding of its rows. Each begins a tile, so
-    that all rows of a tile see the same keys. `params` have no adapters: the sampler has merged them.
+    that all rows of a tile see the same keys. Experts are those of the batch. `params` have no adapters: the sampler
+    has merged them.
     """
     model = merge(architecture, params)
     rows, width = batch.tokens.shape
@@ -34,10 +35,14 @@ def invariant_logprobs(
         return jnp.zeros(size, jnp.int32).at[place].set(x, mode="drop")
 
     tokens, positions, lengths = spread(batch.tokens), spread(batch.positions), spread(batch.positions + 1)
+    routing = experts.FREE
+    if batch.experts is not None:  # tokens of older weights have other experts than these weights would choose
+        record = jnp.asarray(experts.empty_record(architecture, size)).at[place].set(batch.experts, mode="drop")
+        routing = experts.Routing(record[:, None])
     # The start of padding rows is wrong, and not used: attention reads that of a tile's first row.
     attend = invariant.packed_attend(spread(start), lengths, count)
     execution = Execution(jnp.float32, rowwise=invariant.by_tiles(count))
-    hidden, _, _ = run(model, tokens[:, None], positions[:, None], attend, execution=execution)
+    hidden, _, _ = run(model, tokens[:, None], positions[:, None], attend, execution=execution, routing=routing)
 
     # Response tokens come first; each is predicted one row earlier.
     mask = batch.response_mask.reshape(-1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from reinforce_ada_jax.policy.transformer import (
     FULL_LAYER,
@@ -46,7 +46,7 @@ def num_tiles(count: Int[Array, "..."] | int, size: int) -> Any:
     return (count + size - 1) // size
 
 
-def whole_tiles(x: Float[Array, "M ..."] | Int[Array, "M ..."]) -> Array:
+def whole_tiles(x: Float[Array, "M ..."] | Int[Array, "M ..."] | UInt[Array, "M ..."]) -> Array:
     """Returns the rows, with rows of zeros up to whole tiles."""
     return jnp.pad(x, [(0, -x.shape[0] % ROWS)] + [(0, 0)] * (x.ndim - 1))
 

@@ -14,8 +14,10 @@ from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
-from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.learner import Learner, response_logprobs
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import lora, transformer
+from reinforce_ada_jax.policy.transformer import Execution
 from reinforce_ada_jax.sampling.engine import Engine, enough_pages
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
@@ -51,10 +53,10 @@ def drawn(family: str, temperature: float = 1.0, **changes):
     return {(response.prompt_id, response.draw): response for pool in pools for response in pool.responses}
 
 
-def batch(responses, per_row=1):
+def batch(responses, per_row=1, architecture=None):
     prompts = {prompt.id: prompt.tokens for prompt in PROMPTS}
     return make_batch(
-        [Example(prompts[response.prompt_id], response) for response in responses],
+        [Example(prompts[response.prompt_id], response) for response in responses], architecture=architecture,
         max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=RESPONSE_TOKENS, per_row=per_row,
     )  # fmt: skip
 
@@ -76,6 +78,20 @@ def assert_same_bits(family, temperature=1.0, per_row=1, **changes):
 def test_sampler_and_learner():
     assert_same_bits("qwen2")
     assert_same_bits("qwen2", per_row=4)
+
+
+def test_experts_are_replayed():
+    """Those of responses that older weights have drawn are not the experts that these weights would choose."""
+    architecture, params, _ = recording.golden("qwen3_moe")
+    rows = batch(drawn("qwen3_moe", records_experts=True).values(), 4, architecture)
+    fresh = np.asarray(scored(architecture, params, rows, 1.0))
+    np.testing.assert_array_equal(fresh[rows.response_mask], rows.behaviour_logprobs[rows.response_mask])
+    count = architecture.num_experts
+    stale = rows.replace(experts=np.where(rows.experts < count, (rows.experts + 1) % count, rows.experts))
+    head = HeadConfig(temperature=1.0, tied=architecture.tied_embedding)
+    plain = functools.partial(response_logprobs, architecture, head=head, execution=Execution(jnp.float32))
+    gaps = np.asarray(scored(architecture, params, stale, 1.0) - jax.jit(plain)(params, stale)[0])
+    assert np.abs(gaps[rows.response_mask]).max() < 1e-4
 
 
 @pytest.mark.slow
