@@ -248,7 +248,8 @@ class Sampler:
     def _read(self, window: WindowOutputs) -> None:
         for scheduler, outputs in zip(self._schedulers, self.engine.fetch_outputs(window), strict=True):
             for response in scheduler.process_outputs(outputs, 0):
-                found = Sampled(response.tokens, response.logprobs, stopped=not response.truncated)
+                stopped = not (response.truncated or response.is_cut)
+                found = Sampled(response.tokens, response.logprobs, stopped)
                 self._finish(response.prompt_id, response.draw, found)
                 self._close(scheduler, response.prompt_id)
             has_new, running = outputs.rows.length > outputs.rows.start, outputs.rows.status == RUNNING
