@@ -36,6 +36,7 @@ from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Pool, Prompt
 
 Benchmarks = dict[str, list[Prompt]]
+REMEDY = "Remove it, then run the same command."  # where a file of evaluations/ is damaged
 
 
 def by_name(sources: Sequence[str]) -> dict[str, str]:
@@ -105,7 +106,7 @@ def hashes(benchmarks: Benchmarks) -> dict[str, str]:
 def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float | str]) -> None:
     """Writes metrics into a file that begins with `about`; those of other benchmarks stay in it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    before = read_object(file, "Remove it, then run the same command.") if file.exists() else about
+    before = read_object(file, REMEDY) if file.exists() else about
     now = {key.split("/")[1] for key in metrics}
     others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
     write_atomically(file, json.dumps({**others, **metrics}, indent=2) + "\n")
@@ -183,5 +184,5 @@ class Evaluator:
     def is_done(self, run: Run, iteration: int) -> bool:
         """Returns True in every process if evaluations/<iteration>.json has all benchmarks."""
         file = results_file(run.workdir, iteration)
-        saved = json.loads(file.read_text()) if file.exists() else {}
+        saved = read_object(file, REMEDY) if file.exists() else {}
         return processes.any_of(all(f"evaluation/{name}/avg" in saved for name in self.benchmarks))

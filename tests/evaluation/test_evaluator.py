@@ -40,6 +40,9 @@ def test_an_evaluation_is_done_when_its_file_has_every_benchmark(tmp_path):
     assert not made.is_done(run, 0), "one of them is missing"
     evaluator.save_results(file, {"iteration": 0}, {"evaluation/math500/avg": 0.25})
     assert made.is_done(run, 0) and not made.is_done(run, 1)
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"000000\.json is not JSON .*Remove it, then run the same command\."):
+        made.is_done(run, 0)
 
 
 @pytest.fixture(scope="module")
