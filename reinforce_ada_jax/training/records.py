@@ -15,8 +15,14 @@ from reinforce_ada_jax.files.buckets import AnyPath, BucketError
 RUN_ID = "run_id"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 # Errors of a machine, as the system, and as TensorStore and XLA name them: they say nothing about the files.
-_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT}
-_STATUSES = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Too many open files")
+_ERRNOS = {
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EIO, errno.ENOTCONN,  # of folders of a network that is away
+}  # fmt: skip
+_STATUSES = (
+    "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "Too many open files",
+    "Input/output error",
+)  # fmt: skip
 
 
 class DamagedError(ValueError):

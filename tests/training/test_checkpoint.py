@@ -167,17 +167,26 @@ def test_a_machine_without_free_files_is_not_damage(copied, learner, free):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_device_without_memory_is_not_damage(copied, learner, monkeypatch, wrapped):
+@pytest.mark.parametrize(
+    "fault",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes."),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ENOTCONN, "Transport endpoint is not connected"),
+    ],
+    ids=["memory", "disk", "network"],
+)
+def test_a_fault_of_the_machine_is_not_damage(copied, learner, monkeypatch, fault, wrapped):
     """Also where Orbax raises an error of its own from it."""
 
-    def full(*arguments, **keywords):
-        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.")
+    def fails(*arguments, **keywords):
         if wrapped:
-            raise Exception("Encountered error while reading array index: (slice(0, 2, 1),).") from error
-        raise error
+            raise Exception("Encountered error while reading array index: (slice(0, 2, 1),).") from fault
+        raise fault
 
-    monkeypatch.setattr(ocp.CheckpointManager, "restore", full)
-    with pytest.raises(ValueError, match="iteration 3 .*Out of memory.* It may be whole"):
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", fails)
+    text = str(fault).split("] ")[-1]
+    with pytest.raises(ValueError, match=f"iteration 3 .*{text}.* It may be whole"):
         newest(copied, learner, [])
     assert sorted(file.name for file in (copied / "checkpoints").iterdir()) == ["1", "2", "3"]
 
