@@ -53,6 +53,7 @@ KINDS = (
     ONE, Kind(2), Kind(3), Kind(4), SEVERAL_UPDATES,
     Kind(2, changes=(("mesh.data", 1), ("mesh.fsdp", 2), ("collection.strategy", "ngu"))),
     Kind(1, devices=2, changes=(("mesh.sampler", 1), ("collection.max_staleness", 0))),
+    Kind(2, changes=(("mesh.data", 1), ("mesh.sampler", 1))),  # the second process only draws
 )  # fmt: skip
 
 

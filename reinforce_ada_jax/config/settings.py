@@ -461,9 +461,8 @@ class MeshConfig:
     )  # fmt: skip
     tensor: int = setting(1, "Devices that share each product, and the experts of each layer.", values.MANY)
     sampler: int = setting(
-        0, "Devices that only draw, beside data * fsdp * context * tensor devices that update. Of several processes "
-        "the last ones only draw, if this is a multiple of the devices of a process; otherwise each process has "
-        "devices of both. 0: all devices do both, in turn.", values.MANY_OR_0, rule="devices_are_split",
+        0, "Devices that only draw, beside data * fsdp * context * tensor devices that update; over several processes "
+        "all those of the last ones. 0: all devices do both, in turn.", values.MANY_OR_0, rule="devices_are_split",
     )  # fmt: skip
 
     @property

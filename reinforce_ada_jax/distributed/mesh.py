@@ -15,7 +15,7 @@ attention reads the keys and values of the other parts (`all_parts`).
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,19 +121,15 @@ def num_slices(mesh: Mesh) -> int:
 
 def split_meshes(
     chosen: MeshConfig,
-    *,
-    at_once: bool = False,
     devices: Sequence[Any] | None = None,  # of all processes; None: JAX's
 ) -> tuple[Mesh, Mesh]:
     """Returns the meshes of the learner and of the sampler: one and the same, or, with `mesh.sampler`, disjoint ones.
 
-    The learner has the first devices, and the sampler the next ones: of all processes, if `mesh.sampler` is a multiple
-    of a process's devices, so that the last processes only draw; otherwise of each process. The sampler's replicas are
-    along `data`, each of `mesh.tensor` devices. With `at_once` both sides run programs at the same time.
+    The learner has the first devices, and the sampler the next ones; of several processes the last ones only draw. The
+    sampler's replicas are along `data`, each of `mesh.tensor` devices.
 
     Raises:
-      ValueError: there are fewer devices; several processes would leave some out, or do not have the same numbers of
-        devices of each side; or the platform can't run both sides at once.
+      ValueError: there are fewer devices; or several processes would leave some out, or one of them has both sides.
     """
     devices = available_devices() if devices is None else devices
     if not chosen.sampler:
@@ -147,30 +143,20 @@ def split_meshes(
             "where there are more."
         )
     by_process = devices_of_processes(devices)
-    count, platform, of_process = len(by_process), devices[0].platform, len(by_process[0])
-    whole = chosen.sampler % of_process == 0
-    if count > 1 and (needed != len(devices) or (not whole and chosen.sampler % (count * chosen.tensor))):
+    count, of_process = len(by_process), len(by_process[0])
+    if count > 1 and (needed != len(devices) or chosen.sampler % of_process):
         raise ValueError(
             f"{total}, over {count} processes of {of_process} devices: the sum must be {len(devices)}, and "
-            f"mesh.sampler a multiple of {of_process}, so that some processes only draw, or of {count} * mesh.tensor = "
-            f"{count * chosen.tensor}, so that each process has devices of both sides."
+            f"mesh.sampler a multiple of {of_process}, because a process either learns or draws."
         )
-    learners, samplers = chosen.learner // count, chosen.sampler // count
-    if count == 1 or whole:
-        by_process, learners, samplers = [[each for own in by_process for each in own]], chosen.learner, chosen.sampler
-    elif at_once and platform == "cpu" and min(learners, samplers) > 1:
-        raise ValueError(
-            f"a process has {learners} CPU devices that learn and {samplers} that draw, and several processes share "
-            "the run: XLA runs one program of several CPU devices at a time, so that the two sides would wait for each "
-            "other forever. Leave one device of a process to one of the sides, or set collection.max_staleness to 0."
-        )
-    learner = make_mesh(**chosen.axes, devices=[device for own in by_process for device in own[:learners]])
-    samplers = [device for own in by_process for device in own[learners : learners + samplers]]
-    return learner, make_mesh(data=chosen.sampler // chosen.tensor, tensor=chosen.tensor, devices=samplers)
+    devices = list(itertools.chain(*by_process))
+    learner = make_mesh(**chosen.axes, devices=devices[: chosen.learner])
+    sampler = devices[chosen.learner : needed]
+    return learner, make_mesh(data=chosen.sampler // chosen.tensor, tensor=chosen.tensor, devices=sampler)
 
 
 def num_learning(learner: Mesh, sampler: Mesh) -> int:
-    """Returns the number of processes that learn, the first ones, if the others only draw; 0 if all do both."""
+    """Returns the number of processes that learn, the first ones, if the others only draw; 0 if none only draws."""
     learning, drawing = ({device.process_index for device in mesh.devices.flat} for mesh in (learner, sampler))
     return 0 if learning & drawing else len(learning)
 
@@ -179,34 +165,6 @@ def devices_of_processes(devices: Sequence[Any]) -> list[list[Any]]:
     """Returns the devices of each process, in order."""
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     return [list(own) for _, own in itertools.groupby(devices, key=lambda device: device.process_index)]
-
-
-def whole_in_each_process(learner: Mesh) -> Mesh:
-    """Returns a mesh of the same devices on which the weights are whole in each process, and split inside of it.
-
-    They are split in as many parts as the learner's `fsdp` and `context` and a process's devices allow. In one process
-    this is the learner's own layout.
-    """
-    tensor, replicas = learner.shape["tensor"], learner.size // learner.shape["tensor"]
-    devices = list(learner.devices.flat)
-    of_process = len(devices_of_processes(devices)[0]) // tensor  # also in a process that has none of them
-    fsdp = math.gcd(of_process, learner.shape["fsdp"] * learner.shape["context"])
-    return make_mesh(data=replicas // fsdp, fsdp=fsdp, tensor=tensor, devices=devices)
-
-
-def send(arrays: Any, shardings: Any) -> Any:
-    """Copies a tree of arrays, which each process has whole, to other devices of the same process."""
-
-    def copied(x: jax.Array, there: NamedSharding) -> jax.Array:
-        if not there.mesh.is_multi_process:
-            return jax.device_put(x, there)
-        assert isinstance(x.sharding, NamedSharding)
-        own, local = (NamedSharding(cast(Mesh, each.mesh.local_mesh), each.spec) for each in (x.sharding, there))
-        x = jax.make_array_from_single_device_arrays(x.shape, own, [shard.data for shard in x.addressable_shards])
-        sent = [shard.data for shard in jax.device_put(x, local).addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, there, sent)
-
-    return jax.tree.map(copied, arrays, shardings)
 
 
 def describe(mesh: Mesh) -> str:

@@ -47,7 +47,6 @@ _MORE, _LAST = b"+", b"."  # first byte of a part of a message, of at most CHUNK
 
 _watchdog: Watchdog | None = None
 _num_learning = 0  # processes that learn, the first ones, while the others only draw; 0: all do both
-_num_samplers = 0  # devices of each process, the last ones, that only draw while the others learn; 0: it is not split
 _num_messages: collections.Counter[str] = collections.Counter()  # sent and received, by sender and receiver
 
 
@@ -182,29 +181,17 @@ def is_writer() -> bool:
     return index() == 0
 
 
-def split_devices(num_samplers: int) -> None:
-    """Leaves the last devices of each process to its drawing thread; every process must call it.
-
-    Two threads launch programs in an order that differs between processes, so they must not share devices.
-    """
-    global _num_samplers  # noqa: PLW0603  (as `_watchdog`)
-    _num_samplers = num_samplers
-
-
 def split_hosts(num_learning: int) -> None:
     """Leaves the processes from this number on to drawing; every process must call it."""
     global _num_learning  # noqa: PLW0603  (as `_watchdog`)
     _num_learning = num_learning
 
 
-def exchange(payload: bytes, *, drawing: bool = False) -> list[bytes]:
-    """Returns the payloads of all processes (that learn), in order; each of them must call it.
-
-    `drawing`: on the devices that draw, if some devices only draw; otherwise on those that learn.
-    """
+def exchange(payload: bytes) -> list[bytes]:
+    """Returns the payloads of all processes (that learn), in order; each of them must call it."""
     if count() == 1:
         return [payload]
-    gather = _gatherer(count(), _num_samplers, drawing)
+    gather = _gatherer(count())
     sizes = gather(np.array([len(payload)], np.int64).view(np.int32)).view(np.int64)[:, 0].tolist()
     received = [bytearray() for _ in sizes]
     for start in range(0, max(sizes), CHUNK):
@@ -217,12 +204,10 @@ def exchange(payload: bytes, *, drawing: bool = False) -> list[bytes]:
 
 
 @functools.cache
-def _gatherer(num_processes: int, num_samplers: int, drawing: bool) -> Callable[[np.ndarray], np.ndarray]:
+def _gatherer(num_processes: int) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the function that exchanges arrays of one shape, [N]: it returns [processes, N]."""
     by_process = devices_of_processes(jax.devices())[:num_processes]
-    border = len(by_process[0]) - num_samplers
-    side = slice(border, None) if drawing and num_samplers else slice(border)
-    mesh = Mesh(np.array([own[side] for own in by_process]), ("processes", "local"))
+    mesh = Mesh(np.array(by_process), ("processes", "local"))
 
     rows = NamedSharding(mesh, PartitionSpec("processes"))
     gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))

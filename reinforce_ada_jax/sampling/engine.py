@@ -18,13 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
-from reinforce_ada_jax.distributed.mesh import (
-    devices_of_processes,
-    local_rows,
-    num_learning,
-    send,
-    whole_in_each_process,
-)
+from reinforce_ada_jax.distributed.mesh import devices_of_processes, local_rows, num_learning
 from reinforce_ada_jax.policy import lora, rounded
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Declared, Params, nest, weight_shapes
@@ -138,13 +132,11 @@ class Engine:
         self.architecture, self.options, self.dtype = architecture, options, jnp.dtype(options.dtype)
         self.replicas = len(devices_of_processes(list(mesh.devices.flat))[0]) // mesh.shape["tensor"]
         self.hand_over: HandOver | None = None
-        if learner_mesh is not None and self._is_split and num_learning(learner_mesh, mesh):
+        cast_shardings = weight_shardings(architecture, options, mesh)
+        if learner_mesh is not None and self._is_split:
             cast_shardings = learner_shardings(architecture, options, learner_mesh)
-            self.hand_over = HandOver(architecture, options, learner_mesh, mesh)
-        elif learner_mesh is not None and self._is_split:
-            cast_shardings = learner_shardings(architecture, options, whole_in_each_process(learner_mesh))
-        else:
-            cast_shardings = weight_shardings(architecture, options, mesh)
+            if num_learning(learner_mesh, mesh):
+                self.hand_over = HandOver(architecture, options, learner_mesh, mesh)
         self._cast_shardings = cast_shardings
         self._programs = make_programs(architecture, options, mesh, cast_shardings)
 
@@ -181,8 +173,8 @@ class Engine:
 
         All processes take part in that program, which also rounds to int8 and merges adapters into their weights where
         the options say so. Where the weights under adapters are laid out for decoding, only the adapters are copied.
-        Where the learner has other devices, its copy keeps the learner's layout inside of each process, and each
-        process then sends it to its devices of the engine.
+        Where the learner has other devices of this process, the copy has the learner's layout, and then goes to those
+        of the engine.
         """
         if self.decodes_from(params):
             return params
@@ -192,7 +184,7 @@ class Engine:
             return lora.adapted(base, self._programs.cast_adapters(adapters), self.options.adapters)
         params = self.cast_weights(params)
         if self._is_split:
-            return send(params, weight_shardings(self.architecture, self.options, self.mesh))
+            return jax.device_put(params, weight_shardings(self.architecture, self.options, self.mesh))
         return params
 
     def cast_weights(self, params: Params) -> Params:

@@ -6,6 +6,7 @@ other processes to them. So a device needs at most three times the memory of one
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reinforce_ada_jax.distributed.mesh import AXES, devices_of_processes, whole_in_each_process
+from reinforce_ada_jax.distributed.mesh import AXES, devices_of_processes, make_mesh
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.programs import learner_shardings, weight_shardings
@@ -26,7 +27,7 @@ class HandOver:
     """Programs that copy decode weights from the learner's layout to the sampler's, in other processes."""
 
     def __init__(self, architecture: Architecture, options: EngineOptions, learner: Mesh, sampler: Mesh):
-        whole = whole_in_each_process(learner)
+        whole = _whole_in_each_process(learner)
         self._whole = learner_shardings(architecture, options, whole)
         self._decoded = weight_shardings(architecture, options, sampler)
         devices = devices_of_processes([*learner.devices.flat, *sampler.devices.flat])
@@ -82,3 +83,15 @@ def _of_first(there: NamedSharding) -> Callable[[jax.Array], jax.Array]:
         return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=0, dtype=kind), x.dtype)
 
     return jax.jit(of_first, out_shardings=there)
+
+
+def _whole_in_each_process(learner: Mesh) -> Mesh:
+    """Returns a mesh of the same devices on which the weights are whole in each process, and split inside of it.
+
+    They are split in as many parts as the learner's `fsdp` and `context` and a process's devices allow.
+    """
+    tensor, replicas = learner.shape["tensor"], learner.size // learner.shape["tensor"]
+    devices = list(learner.devices.flat)
+    of_process = len(devices_of_processes(devices)[0]) // tensor  # also in a process that has none of them
+    fsdp = math.gcd(of_process, learner.shape["fsdp"] * learner.shape["context"])
+    return make_mesh(data=replicas // fsdp, fsdp=fsdp, tensor=tensor, devices=devices)

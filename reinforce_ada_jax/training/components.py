@@ -310,7 +310,7 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
     if strategy is None:
         options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0)
     options = with_drafts(options, architecture, config.sampling.drafts, platform)
-    mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh, at_once=strategy is not None and config.draws_ahead)
+    mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
     if strategy is None and engine.hand_over is not None:
         raise ValueError(

@@ -257,8 +257,6 @@ def save(run: Run, state: RunState) -> None:
     """Begins to write a checkpoint of a state; if the run has a bucket, the metrics are uploaded first."""
     if run.copy is not None:
         run.copy.upload()
-    if processes.count() > 1 and not isinstance(run.rollouts, DrawingHosts):
-        run.ahead.wait(run.stop)  # Orbax synchronizes processes by programs of all devices
     record = to_record(state) | dict(run.identity)
     run.checkpoints.save(state.iteration, state.learner, record, state.evaluation, state.sampler)
 

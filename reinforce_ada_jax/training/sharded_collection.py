@@ -78,7 +78,7 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
 
     def exchanged(job: Job, plan: Plan) -> list[bytes]:
         own = shard_message(job, plan, draw, processes.count(), processes.index())
-        return processes.exchange(own, drawing=True)
+        return processes.exchange(own)
 
     return collect_shards(job, exchanged)
 

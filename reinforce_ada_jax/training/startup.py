@@ -192,8 +192,6 @@ def join(inputs: Inputs, workdir: pathlib.Path, stack: contextlib.ExitStack, cop
     engine, mesh = inputs.components.engine, inputs.components.mesh
     for what, text in {"the configurations": config_lib.to_json(inputs.given), **inputs.same}.items():
         processes.check_same(what, text)
-    if inputs.config.draws_ahead and engine.hand_over is None:
-        processes.split_devices(len(engine.mesh.local_devices))
     lock = WorkdirLock(workdir)
     stack.callback(lock.close)
     if copy is not None:

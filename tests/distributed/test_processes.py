@@ -228,9 +228,9 @@ def test_both_end_and_resume(start, unbroken, tmp_path, victim, number, code):
         assert line["collection/tokens"] == other["collection/tokens"]
 
 
-# ---- some devices of each process draw while the others learn ----------------------------------------------------
+# ---- some processes only draw ------------------------------------------------------------------------------------
 
-SPLIT = ("--config.mesh.fsdp=4", "--config.mesh.sampler=2")  # of six devices
+APART = ("--config.mesh.fsdp=1", "--config.mesh.sampler=1")  # of two processes
 # A host that waits for another one launches windows without requests, by time.
 OF_TIME = {"collection/slot_utilisation", "collection/dispatches", "collection/waited_share"}
 
@@ -258,57 +258,16 @@ def kill_one(workdir, processes, victim, number=signal.SIGKILL) -> list[str]:
     return said
 
 
-@pytest.fixture(scope="module")
-def split(start, tmp_path_factory):
-    """Work directory of two processes, each with two devices that learn and one that draws, which nothing disturbed."""
-    workdir = tmp_path_factory.mktemp("split") / "run"
-    assert "2 updates each, while the next iteration is drawn" in finished(start(workdir, 2, *SPLIT, devices=6))[0]
-    return workdir
-
-
-def test_split_processes_make_the_run_of_one(start, split, tmp_path):
-    finished(start(tmp_path / "one", 1, *SPLIT, devices=6))
-    assert_same_run(tmp_path / "one", split)
-    lines = writers.read_metrics(split)
-    assert [line["collection/staleness_max"] for line in lines] == [0, 1, 1, 1]
-    assert {line["memory/reshard_bytes"] for line in lines} == {4 * 107_392}, "a whole copy on each sampler device"
-
-
-def test_split_processes_resume_with_the_same_bits(start, split, tmp_path):
-    processes = start(tmp_path / "run", 2, *SPLIT, devices=6)
-    until_iteration(tmp_path / "run", 2, processes)  # iteration 3 is drawn, while iteration 2 is saved
-    kill_one(tmp_path / "run", processes, 1)
-    finished(start(tmp_path / "run", 2, *SPLIT, devices=6))
-    assert_same_bits(split, tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("devices", "mesh"),
-    [
-        (6, ("--config.mesh.fsdp=2", "--config.mesh.sampler=4")),
-        (10, ("--config.mesh.fsdp=4", "--config.mesh.sampler=6", "--config.collection.max_staleness=0")),
-        (6, (*SPLIT, "--config.collection.strategy=dapo")),  # collects in several passes
-        (6, (*SPLIT, "--config.lora.rank=2")),
-    ],
-)
-def test_every_split_makes_the_run_of_one_process(start, tmp_path, devices, mesh):
-    for count in (1, 2):
-        finished(start(tmp_path / str(count), count, *mesh, devices=devices))
-    assert_same_run(tmp_path / "1", tmp_path / "2")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("count", "devices", "mesh"),
     [
-        (2, 6, SPLIT),
-        (2, 2, ("--config.mesh.fsdp=1", "--config.mesh.sampler=1")),  # the second process only draws
+        (2, 2, APART),
         (4, 4, ("--config.mesh.fsdp=2", "--config.mesh.sampler=2")),  # the last two
     ],
 )
-def test_split_processes_end_at_random_moments(start, tmp_path, number, count, devices, mesh):
+def test_processes_that_only_draw_or_learn_end_at_random_moments(start, tmp_path, number, count, devices, mesh):
     flags = (*mesh, "--config.iterations=24")
     finished(start(tmp_path / "whole", count, *flags, devices=devices))
     moments, workdir = np.random.default_rng(number), tmp_path / "run"
@@ -321,20 +280,6 @@ def test_split_processes_end_at_random_moments(start, tmp_path, number, count, d
         assert number == signal.SIGKILL or all("goes on from there" in text for text in said), said
     finished(start(workdir, count, *flags, devices=devices))
     assert_same_bits(tmp_path / "whole", workdir)
-
-
-def test_two_sides_that_would_wait_for_each_other_are_refused(start, tmp_path):
-    sizes = ("--config.mesh.fsdp=4", "--config.mesh.sampler=6")
-    refused = start(tmp_path / "run", 2, *sizes, devices=10)
-    _, said = refused[0].communicate(timeout=60)
-    refused[1].communicate(timeout=60)
-    assert [process.returncode for process in refused] == [cli.BAD_INPUT] * 2
-    assert "the two sides would wait for each other forever" in said
-
-
-# ---- some processes only draw ------------------------------------------------------------------------------------
-
-APART = ("--config.mesh.fsdp=1", "--config.mesh.sampler=1")  # of two processes
 
 
 @pytest.fixture(scope="module")
@@ -564,34 +509,17 @@ def test_tensor_stays_within_a_process():
         mesh_lib.make_mesh(tensor=8, devices=devices)
 
 
-def test_each_process_has_devices_of_both_sides():
-    devices = [Device(process, number) for number, process in enumerate([0, 0, 1, 1, 0, 0, 1, 1])]
-    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=6, sampler=2), at_once=True, devices=devices)
-    assert [str(device) for device in learner.devices.flat] == ["0.0", "0.1", "0.4", "1.2", "1.3", "1.6"]
-    assert [str(device) for device in sampler.devices.flat] == ["0.5", "1.7"]
-    assert dict(sampler.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 1}
-    for wrong, said in (
-        (MeshConfig(fsdp=5, sampler=3), r"= 5 \+ 3 = 8, .* mesh.sampler a multiple of 4, .* of 2 \* mesh.tensor = 2,"),
-        (MeshConfig(fsdp=2, sampler=2), r"over 2 processes of 4 devices: the sum must be 8"),
-        (MeshConfig(data=3, tensor=2, sampler=2), r"or of 2 \* mesh.tensor = 4, so that each"),
-        (MeshConfig(fsdp=8, sampler=2), r"= 8 \+ 2 = 10, but there are 8 devices"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            mesh_lib.split_meshes(wrong, devices=devices)
-    both, devices = MeshConfig(fsdp=4, tensor=2, sampler=4), [Device(n // 6, n) for n in range(12)]
-    learner, sampler = mesh_lib.split_meshes(both, devices=devices)
-    assert [str(device) for device in sampler.devices.flat] == ["0.4", "0.5", "1.10", "1.11"]
-    assert not mesh_lib.num_learning(learner, sampler)
-    with pytest.raises(ValueError, match="4 CPU devices that learn and 2 that draw, .*max_staleness to 0"):
-        mesh_lib.split_meshes(both, at_once=True, devices=devices)
-
-
 def test_the_last_processes_only_draw():
     devices = [Device(n // 4, n) for n in range(16)]
-    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, sampler=12), at_once=True, devices=devices)
+    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, sampler=12), devices)
     assert [device.process_index for device in learner.devices.flat] == [0] * 4
     assert dict(sampler.shape) == {"data": 6, "fsdp": 1, "context": 1, "tensor": 2}
     assert {device.process_index for device in sampler.devices.flat} == {1, 2, 3}
     assert mesh_lib.num_learning(learner, sampler) == 1
-    with pytest.raises(ValueError, match=r"= 4 \+ 8 = 12, over 4 processes of 4 devices: the sum must be 16"):
-        mesh_lib.split_meshes(MeshConfig(fsdp=4, sampler=8), devices=devices)
+    for wrong, said in (
+        (MeshConfig(fsdp=4, sampler=8), r"= 4 \+ 8 = 12, over 4 processes of 4 devices: the sum must be 16"),
+        (MeshConfig(fsdp=10, sampler=6), r"mesh.sampler a multiple of 4, because a process either learns or draws"),
+        (MeshConfig(fsdp=16, sampler=4), r"= 16 \+ 4 = 20, but there are 16 devices"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            mesh_lib.split_meshes(wrong, devices)

@@ -33,8 +33,7 @@ class Processes:
     def index(self) -> int:
         return self.own.index
 
-    def exchange(self, payload: bytes, *, drawing: bool) -> list[bytes]:
-        assert drawing, "in a thread, it must not meet the learner's exchanges"
+    def exchange(self, payload: bytes) -> list[bytes]:
         self.told[self.index()] = payload
         self.barrier.wait()
         told = list(self.told)
