@@ -424,7 +424,7 @@ def test_weights_that_do_not_fit(tmp_path, capfd):
 
 
 def test_without_jetstream_the_remedy_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(jetstream, "installed", lambda: False)
+    monkeypatch.setattr(jetstream.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(jetstream, "orchestrator", jetstream.orchestrator.__wrapped__)
     with pytest.raises(SystemExit) as ended:
         serve.main(ServerSettings("package:cipher", "grpc", port=0))
