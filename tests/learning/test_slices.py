@@ -19,7 +19,7 @@ from tests.policy.adapting import ALL, random_adapters
     ("family", "split", "rank"),
     [
         ("qwen2", axes(slices=2, data=2, fsdp=2, tensor=2), 0),
-        ("qwen2", axes(slices=2, data=4, tensor=2), ALL.rank),
+        pytest.param("qwen2", axes(slices=2, data=4, tensor=2), ALL.rank, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", axes(slices=2, data=2, fsdp=2, tensor=2), 0, marks=pytest.mark.slow),
         pytest.param("gemma3", axes(slices=2, data=2, context=2, fsdp=2), 0, marks=pytest.mark.slow),
     ],

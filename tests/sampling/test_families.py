@@ -52,7 +52,7 @@ def test_so_it_does_where_weights_of_layers_are_arrays_of_their_own(family, tens
     assert takes_a_layers_part(stacked) and not takes_a_layers_part(engine)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "gpt_oss"])
 def test_eight_devices_that_split_experts_draw_the_likeliest_tokens_of_one(family):
     check_logprobs(family, 2, replicas=4, temperature=0.0)
 

@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 
 from tests import running
 from tests.running import reproducible, restored, tiny
@@ -23,6 +24,7 @@ def run(workdir, **changes):
     return restored(workdir)[0], reproducible(workdir), drawn
 
 
+@pytest.mark.slow  # tests/learning/test_context.py has the numbers of an update
 def test_a_run_with_cut_rows_is_that_with_whole_ones(tmp_path):
     whole, cut = run(tmp_path / "whole"), run(tmp_path / "cut", **{"mesh.context": 2})
     assert whole[2] == cut[2] and len(whole[2]) > 100
