@@ -65,6 +65,19 @@ def test_devices_that_are_slices_need_as_many_copies():
         make_mesh(fsdp=8, devices=devices)
 
 
+class Planned:
+    """Device of a topology of one slice, as libtpu describes it ahead of time: without the number of a slice."""
+
+    platform, process_index = "tpu", 0
+
+    def __init__(self, number):
+        self.id = number
+
+
+def test_planned_devices_of_one_slice_need_no_number_of_it():
+    assert "slice" not in make_mesh(fsdp=4, devices=[Planned(number) for number in range(4)]).shape
+
+
 def test_slices_are_equal_parts_of_the_devices_in_order():
     mesh = make_mesh(data=4, tensor=2, slices=2)
     assert dict(mesh.shape) == {"slice": 2, "data": 2, "fsdp": 1, "context": 1, "tensor": 2}
