@@ -118,7 +118,9 @@ class Response:
     @property
     def sampled(self) -> Bool[np.ndarray, " T"]:
         """True at the model's tokens, False at those of the environment."""
-        return np.repeat(np.arange(max(len(self.segments), 1)) % 2 == 0, self.segments or len(self.tokens))
+        if not self.segments:
+            return np.ones(len(self.tokens), bool)
+        return np.repeat(np.arange(len(self.segments)) % 2 == 0, self.segments)
 
     @property
     def num_sampled(self) -> int:
@@ -166,6 +168,8 @@ def counted_rewards(verdicts: Sequence[Verdict]) -> Float[np.ndarray, " N"]:
     would learn to stall, or to crash its grader.
     """
     rewards = np.array([verdict.reward for verdict in verdicts], np.float64)
+    if not any(verdict.reason for verdict in verdicts):
+        return rewards
     failed = np.array([verdict.failed for verdict in verdicts], bool)
     return np.where(failed, rewards.min(initial=0.0), rewards)
 

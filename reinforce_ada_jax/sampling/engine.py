@@ -311,7 +311,7 @@ class Engine:
                 f"{o.slots} slots of {o.table_width} pages do not fit into a pool of {o.pages} (one is reserved), and "
                 "a caller may fill them all: set sampling.pages = 0 to have them counted, or fewer slots."
             )
-        return self._programs.insert(state, prefix, jnp.int32(slot), address, sampling.as_arrays())
+        return self._programs.insert(state, prefix, jnp.int32(slot), address, sampling.as_arrays)
 
     def decode_token(self, params: Params, state: DecodeState) -> tuple[DecodeState, Int[Array, "S 3"]]:
         """Decodes one token in every active slot.

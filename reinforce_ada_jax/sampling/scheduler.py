@@ -266,7 +266,7 @@ class Scheduler:
                 prompt_row=self.rows.prompts[request.prompt.id],
                 output_row=output_row,
                 park_row=self.rows.park_rows.get(output_row, self.options.open_prompts),
-                sampling=params.as_arrays(),
+                sampling=params.as_arrays,
                 key=address(request),
                 begun=0 if request.begun is None else len(request.begun.tokens),
             ))  # fmt: skip

@@ -4,6 +4,7 @@ They have no behaviour: decode.py has the programs, pages.py the allocation of p
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -66,8 +67,9 @@ class SamplingParams:
                 "2^31, and top_p above 0 and at most 1."
             )
 
+    @functools.cached_property
     def as_arrays(self) -> Sampling:
-        """Returns the same as scalars for the device."""
+        """The same as scalars for the device; thousands of requests share one."""
         return Sampling(
             max_tokens=np.asarray(self.max_tokens, np.int32), temperature=np.asarray(self.temperature, np.float32),
             top_k=np.asarray(self.top_k, np.int32), top_p=np.asarray(self.top_p, np.float32),

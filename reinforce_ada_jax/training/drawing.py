@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -73,8 +73,10 @@ def choose(run: Run, state: RunState, stored: CollectedShard | None = None) -> S
     )
 
 
-def check_drawn(responses: Iterable[Response], config: Config, iteration: int) -> None:
+def check_drawn(responses: Sequence[Response], config: Config, iteration: int) -> None:
     """Raises TrainingStopped where a drawn token has a log-probability that is not finite."""
+    if not responses or np.isfinite(np.concatenate([response.logprobs for response in responses])).all():
+        return  # at once, as there are thousands of short responses
     for response in responses:
         strange = ~np.isfinite(response.logprobs[response.sampled])
         if strange.any():
@@ -160,7 +162,7 @@ def draw_fn(
 
     def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
         if processes.total() == 1:  # several stop together, at the end of the collection
-            check_drawn((response for _, response in pairs), config, iteration)
+            check_drawn([response for _, response in pairs], config, iteration)
         return verify_fn(pairs)
 
     def draw_job(job: Job) -> tuple[list[Pool], Counts]:

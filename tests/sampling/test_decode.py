@@ -30,7 +30,7 @@ def inputs(engine, *entries, first_output=0, closing=(), opened=(), reserve=0, c
     queued = [
         Requests(
             prompt_row=row, output_row=first_output + index, park_row=engine.options.open_prompts,
-            sampling=SamplingParams(limit).as_arrays(), key=token_lib.address(0, prompt.id, draw),
+            sampling=SamplingParams(limit).as_arrays, key=token_lib.address(0, prompt.id, draw),
         )
         for index, (prompt, draw, limit, row) in enumerate(entries)
     ]  # fmt: skip
