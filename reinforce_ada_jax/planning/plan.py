@@ -6,11 +6,14 @@ The time adds up the rooflines of the programs: every phase at its least time, o
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.planning.compilation import ProgramResult
 from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, prefill_chunk, roofline
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.sampling.rings import layout
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
 # The programs of a scoring pass and of an update: one, or all.
@@ -111,15 +114,26 @@ def spare_bytes(results: Sequence[ProgramResult]) -> int | None:
 
 
 def pages_that_fit(run: Deployment, spare: int) -> int:
-    """Pages of a replica's cache that fit into its devices' memory; 0 or less: none."""
+    """Pages of a replica's cache that fit into its devices' memory beside its rings; 0 or less: none."""
+    in_pool = np.sum(~layout(run.architecture, run.options).slides)
+    return run.options.pages + _spare_pages(run, spare) // max(1, int(in_pool))
+
+
+def slots_that_fit(run: Deployment, spare: int) -> int:
+    """Slots for which the memory is enough at full length, with a quarter more open prompts than slots."""
+    options, cache = run.options, layout(run.architecture, run.options)
+    rings, sliding = cache.rings, int(np.sum(cache.slides))
+    of_slot = (len(cache.slides) - sliding) * (options.table_width + 1.25 * options.prompt_width)
+    if rings is not None:
+        of_slot += sliding * (rings.of_slot + 1.25 * rings.of_prompt)
+    return int(max(0, cache.total + _spare_pages(run, spare) - len(cache.slides)) / of_slot)
+
+
+def _spare_pages(run: Deployment, spare: int) -> int:
+    """Returns the pages of a single layer that `spare` bytes of each device have room for."""
     o = run.options
-    page = o.page_size * kv_token_bytes(run.architecture, o.dtype, o.attention, o.kv_dtype)
-    return run.options.pages + spare // (page // run.config.mesh.tensor)
-
-
-def slots_that_fit(options: EngineOptions, pages: int) -> int:
-    """Slots for which `pages` are enough at full length, with a quarter more open prompts than slots."""
-    return int(max(0, pages - 1) / (options.table_width + 1.25 * options.prompt_width))
+    token = kv_token_bytes(run.architecture, o.dtype, o.attention, o.kv_dtype)
+    return spare // (o.page_size * token // run.architecture.num_layers // run.config.mesh.tensor)
 
 
 def _next_micro_batches(config: Config) -> int | None:
@@ -143,7 +157,7 @@ def remedies(run: Deployment, results: Sequence[ProgramResult], learner_bytes: i
     learning = [result.program for result in failed if result.program in ("update", "score")]
     if spare is not None:
         pages = pages_that_fit(run, spare)
-        slots = slots_that_fit(options, pages)
+        slots = slots_that_fit(run, spare)
         if slots >= 1:
             lines.append(
                 f"sampling.slots = {slots} (now {options.slots}) with sampling.pages = {pages:,} (now "
@@ -184,7 +198,7 @@ def plan_text(run: Deployment, results: Sequence[ProgramResult], means: Statisti
         pages = pages_that_fit(run, spare)
         lines.append(
             f"room     {spare / GIB:.2f} GiB a chip are never used: {pages:,} pages would fit ({options.pages:,} are "
-            f"asked for), so {slots_that_fit(options, pages):,} slots ({options.slots:,})"
+            f"asked for), so {slots_that_fit(run, spare):,} slots ({options.slots:,})"
         )
     lines += [f"change   {line}" for line in remedies(run, results, learner_bytes)]
     seconds = phases(run, results, means)

@@ -162,11 +162,22 @@ RESULTS = [result("decode window of 4", 5, 2), result("score", 1, 3, 0.5), resul
 def test_what_fits_beside_everything():
     # The update is fullest: 2 GiB are left, of a page of 4 tokens of 16 B on one device.
     assert plan.spare_bytes(RESULTS) == 2 * GIB
-    assert plan.pages_that_fit(Deployment(tiny(), TIED, OPTIONS, CHIPS["v5e"]), 2 * GIB) == 9 + 2 * GIB // 64
+    run = Deployment(tiny(), TIED, OPTIONS, CHIPS["v5e"])
+    assert plan.pages_that_fit(run, 2 * GIB) == 9 + 2 * GIB // 64
     # table 4 pages (16 tokens), a prompt 2: 4 + 2.5 a slot; 65 pages and the one that is never handed out: 10 slots.
     assert (OPTIONS.table_width, OPTIONS.prompt_width) == (4, 2)
-    assert plan.slots_that_fit(OPTIONS, 66) == 10
-    assert plan.slots_that_fit(OPTIONS, -5) == 0
+    assert plan.slots_that_fit(run, (66 - 9) * 64) == 10
+    assert plan.slots_that_fit(run, -14 * 64) == 0
+
+
+def test_rings_leave_more_room():
+    """One of two layers slides and sees 2 tokens: a slot's ring has 2 pages of 4 tokens, a prompt's all of its 2."""
+    sliding = dataclasses.replace(TIED, window=2, sliding_layers=(0,))
+    run = Deployment(tiny(), sliding, dataclasses.replace(OPTIONS, ring_window=2), CHIPS["v5e"])
+    assert plan.pages_that_fit(run, 6 * 32) == 9 + 6  # a page of one layer has 32 bytes
+    # The pool has 9 pages, the rings 1 + 3 * 2 + 3 * 2. Of these 22 two are never handed out. 6.5 and 4.5 a slot.
+    assert plan.slots_that_fit(run, (2 + 5 * 11 - 22) * 32) == 5
+    assert plan.slots_that_fit(run, (2 + 5 * 11 - 23) * 32) == 4
 
 
 def test_phases():
