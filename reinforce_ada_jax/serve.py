@@ -54,8 +54,10 @@ def build(settings: ServerSettings) -> "Components":
 
 def _weights(components: "Components") -> "Params":
     from reinforce_ada_jax.policy import huggingface
+    from reinforce_ada_jax.reporting.progress import watched
 
-    return huggingface.load(components.folder, components.mesh, components.engine.dtype)[1]
+    watch = functools.partial(watched, what="layers read")
+    return huggingface.load(components.folder, components.mesh, components.engine.dtype, watch)[1]
 
 
 def serve_http(settings: ServerSettings) -> None:

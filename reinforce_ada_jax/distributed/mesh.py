@@ -220,6 +220,28 @@ def place(array: np.ndarray, there: NamedSharding | None) -> jax.Array:
     return jax.make_array_from_callback(array.shape, there, lambda index: array[index])
 
 
+def read_once(
+    shape: tuple[int, ...], there: NamedSharding | None, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """Returns an array of what `read` returns for each device's index; None: all of it, on the default device.
+
+    It is split as `there`, and also along the axes of the mesh that `there` does not name, where the sizes divide: no
+    two devices read the same. A program whose results have the layout `there` exchanges the rest.
+    """
+    if there is None:
+        return jax.device_put(read((slice(None),) * len(shape)))
+    split = [(names,) if isinstance(names, str) else names or () for names in there.spec]
+    split += [()] * (len(shape) - len(split))
+    free = [axis for axis, size in there.mesh.shape.items() if size > 1 and all(axis not in names for names in split)]
+    for axis in free:
+        for position, names in enumerate(split):
+            if shape[position] % math.prod(there.mesh.shape[name] for name in (*names, axis)) == 0:
+                split[position] = (*names, axis)
+                break
+    layout = NamedSharding(there.mesh, PartitionSpec(*split))
+    return jax.make_array_from_callback(shape, layout, lambda index: read(index or ()))
+
+
 def spec(axes: Sequence[str | None]) -> PartitionSpec:
     """Returns the partition of an array with these logical axes (None: not split)."""
     return PartitionSpec(*(None if axis is None else LOGICAL_TO_MESH[axis] for axis in axes))

@@ -162,7 +162,7 @@ def _rotary_rows(matrix: np.ndarray, heads: int) -> np.ndarray:
 
 
 class Tensors:
-    """Tensors of a file by their Hugging Face names, with the two methods that `load` uses of a safetensors file."""
+    """Tensors of a file by their Hugging Face names, with the methods that `load` uses of a safetensors file."""
 
     def __init__(self, file: pathlib.Path):
         """Reads the header; raises ValueError as `gguf.read` does."""
@@ -187,3 +187,7 @@ class Tensors:
                 every = metadata[f"{self._family}.attention.head_count"]
                 return _rotary_rows(tensor, metadata.get(f"{self._family}.attention.{heads}", every))
         return tensor
+
+    def get_slice(self, name: str) -> np.ndarray:
+        """Returns a tensor, of which regions can be taken; all of it is read."""
+        return self.get_tensor(name)

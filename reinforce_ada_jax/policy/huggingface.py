@@ -11,7 +11,7 @@ import itertools
 import math
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.distributed.mesh import place
+from reinforce_ada_jax.distributed.mesh import read_once
 from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
 from reinforce_ada_jax.policy import gguf_files, mxfp4, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
@@ -108,9 +108,29 @@ class Part:
         """Indices of its first element in the weight."""
         return (self.layer or 0, self.expert or 0, *[0] * len(self.ours))[: len(self.ours)]
 
-    def to_ours(self, tensor: np.ndarray) -> np.ndarray:
-        """A view of the file's tensor in our layout."""
-        return (tensor.T if self.transposed else tensor).reshape(self.ours)
+    def read(self, index: tuple[slice, ...], get: Callable[[tuple[slice, ...]], np.ndarray]) -> np.ndarray:
+        """Returns the elements of the weight's part with this index.
+
+        `get` returns a region of the tensor in the file. Of axes that are one axis there, the region is cut along the
+        first alone: each of its elements is a run of the others.
+        """
+        outer = (self.layer is not None) + (self.expert is not None)
+        sizes = iter(self.ours[outer:])
+        cuts = iter([part.indices(size)[:2] for part, size in zip(index, self.ours, strict=True)][outer:])
+        region, shape, inner = [], [*self.ours[:outer]], [slice(None)] * outer
+        for merged in self.theirs[::-1] if self.transposed else self.theirs:
+            count, (first, last) = next(sizes), next(cuts)
+            run = merged // count
+            region.append(slice(first * run, last * run))
+            shape.append(last - first)
+            inner.append(slice(None))
+            while count < merged:
+                size = next(sizes)
+                count *= size
+                shape.append(size)
+                inner.append(slice(*next(cuts)))
+        tensor = get(tuple(region[::-1] if self.transposed else region))
+        return (tensor.T if self.transposed else tensor).reshape(shape)[tuple(inner)]
 
     def to_theirs(self, value: np.ndarray) -> np.ndarray:
         """Returns a view of ours in the file's layout."""
@@ -250,7 +270,6 @@ def _write_layer(
     }
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
 def _owned(weights: dict[str, jax.Array], dtype: DTypeLike) -> dict[str, jax.Array]:
     """Returns copies: on CPUs an array may lie in numpy's memory, which could not be donated."""
     return {name: jnp.copy(weight).astype(dtype) for name, weight in weights.items()}
@@ -262,20 +281,31 @@ def _opened(file: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
     return safetensors.safe_open(file, framework="numpy")
 
 
+def _read_region(file: Any, header: weight_files.Header, region: tuple[slice, ...]) -> np.ndarray:
+    if all(part in (slice(None), slice(0, size)) for part, size in zip(region, header.shape, strict=False)):
+        return file.get_tensor(header.name)  # without the copy that a slice makes
+    return file.get_slice(header.name)[region]
+
+
 def load(
-    folder: str | pathlib.Path, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
+    folder: str | pathlib.Path,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike = jnp.float32,
+    watch: Callable[[range], Iterable[int]] = iter,
 ) -> tuple[Architecture, transformer.Params]:
     """Returns a Hugging Face folder's architecture and weights, sharded from the start if a mesh is given.
 
-    Beyond the result, at most one tensor of the files is in the host's memory, or twice one of the matrices of all
-    experts of a layer. The devices hold one layer more, and at the end a second copy of what is outside of the
-    layers (embedding, head).
+    Each number of the files is read by one device, as far as the sizes divide, and by its process alone. The devices
+    then exchange what they need of it. Beyond the result, at most one tensor of the files is in the host's memory, or
+    twice one of the matrices of all experts of a layer. The devices hold one layer more, and at the end a second copy
+    of what is outside of the layers (embedding, head).
 
     Args:
       folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16, experts
         of gpt-oss also in MXFP4; or a GGUF file, or a folder that holds one.
       mesh: where the weights live; None: the default device.
       dtype: of the result.
+      watch: gets the numbers of the layers and returns them; they are read as it is iterated.
 
     Raises:
       ValueError: config.json or the files are missing, malformed, or don't fit each other or the mesh, or a value is
@@ -299,23 +329,34 @@ def load(
         files = sorted({header.file for header in (*headers.values(), *scales)})
         opened = {file: stack.enter_context(_opened(file)) for file in files}
 
-        def tensor(name: str) -> np.ndarray:
+        def tensor(name: str, region: tuple[slice, ...]) -> np.ndarray:
             header = headers[name]
-            value = opened[header.file].get_tensor(header.name)
-            if header.scales is not None:
-                value = mxfp4.numbers(value, opened[header.scales.file].get_tensor(header.scales.name))
+            if header.scales is None:
+                value = _read_region(opened[header.file], header, region)
+            else:  # of the blocks of some experts
+                blocks = _read_region(opened[header.file], header, region[:1])
+                value = mxfp4.numbers(blocks, _read_region(opened[header.scales.file], header.scales, region[:1]))
+                value = value[:, *region[1:]]
             remedy = "Fetch the folder again; if a training wrote it, export an earlier checkpoint of that run."
             weight_files.check_finite(str(folder), name, value, remedy)
             return value
 
-        def value(names: list[str]) -> np.ndarray:
-            first, *others = (wanted[name].to_ours(tensor(name)) for name in names)
+        def value(names: list[str], index: tuple[slice, ...]) -> np.ndarray:
+            if wanted[names[0]].expert is not None:
+                names, index = names[index[1]], (index[0], slice(None), *index[2:])
+            first, *others = (wanted[name].read(index, functools.partial(tensor, name)) for name in names)
             return np.concatenate([first, *others], axis=1) if others else first
 
         def read(layer: int | None) -> dict[str, jax.Array]:
             # No variable holds a tensor, and its transfer ends before the next is read: one at a time.
             return {
-                weight: jax.block_until_ready(place(value(names), shardings[weight]))
+                weight: jax.block_until_ready(
+                    read_once(
+                        shapes[weight] if layer is None else (1, *shapes[weight][1:]),
+                        shardings[weight],
+                        functools.partial(value, names),
+                    )
+                )
                 for weight, names in by_layer[layer].items()
             }
 
@@ -328,9 +369,10 @@ def load(
         stacks = jax.jit(zeros, out_shardings=layouts)()
         # Donated: a layer is written in place, where a copy of the stacks would double them.
         write = jax.jit(_write_layer, donate_argnums=0, out_shardings=layouts)
-        for layer in range(architecture.num_layers):
+        for layer in watch(range(architecture.num_layers)):
             stacks = jax.block_until_ready(write(stacks, read(layer), np.int32(layer)))
-        others = _owned(read(None), dtype)
+        layouts = {name: shardings[name] for name in by_layer[None]}
+        others = jax.jit(_owned, static_argnames="dtype", out_shardings=layouts)(read(None), dtype=dtype)
     return architecture, transformer.nest({name: (stacks | others)[name] for name in shapes})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import tqdm
 
 MINUTE_S = 60.0
+PATIENCE_S = 5.0
 LINE = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
@@ -22,6 +23,18 @@ class _Lines:
         sys.stderr.flush()
 
 
+def _style() -> dict[str, Any]:
+    """Settings of tqdm for this terminal or log file."""
+    if sys.stderr.isatty():
+        return {"mininterval": 0.1, "dynamic_ncols": True}
+    return {"mininterval": MINUTE_S, "miniters": 0, "file": _Lines(), "bar_format": LINE}
+
+
+def watched(items: range, what: str, *, quiet: bool = False) -> tqdm.tqdm:
+    """Returns the items, counted in a line of their own if they take more than `PATIENCE_S` seconds."""
+    return tqdm.tqdm(items, desc=what, delay=PATIENCE_S, leave=False, disable=quiet, **_style())
+
+
 class Progress:
     """One line at the terminal: units done (iterations, problems), rate, time left, and the current phase.
 
@@ -30,10 +43,7 @@ class Progress:
 
     def __init__(self, total: int, done: int, unit: str = "iteration", *, quiet: bool = False):
         self._quiet = quiet
-        settings: dict[str, Any] = {"mininterval": 0.1, "dynamic_ncols": True}
-        if not sys.stderr.isatty():
-            settings = {"mininterval": MINUTE_S, "miniters": 0, "file": _Lines(), "bar_format": LINE}
-        self._bar = tqdm.tqdm(total=total, initial=done, desc=unit, unit="it", disable=quiet, **settings)
+        self._bar = tqdm.tqdm(total=total, initial=done, desc=unit, unit="it", disable=quiet, **_style())
         self._numbers = ""
 
     @property

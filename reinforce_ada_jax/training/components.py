@@ -47,6 +47,7 @@ from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import hub_models, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting.progress import watched
 from reinforce_ada_jax.rewards import (
     cipher,
     code_tests,
@@ -424,14 +425,16 @@ def no_verifiers(config: Config) -> VerifierPool:
     return VerifierPool(math_answer.grade, 0, config.reward.time_limit_s)
 
 
-def load_params(config: Config, components: Components, dtype: str | None = None) -> Params:
+def load_params(config: Config, components: Components, dtype: str | None = None, *, quiet: bool = False) -> Params:
     """Returns the weights of the model folder, with the learner's shardings.
 
-    The default `dtype` is float32; where adapters are trained it is `model.compute_dtype`.
+    The default `dtype` is float32; where adapters are trained it is `model.compute_dtype`. Process 0 counts the layers
+    at the terminal, unless `quiet`.
     """
     model = config.model
     dtype = dtype or (model.compute_dtype if config.lora.rank else "float32")
-    return huggingface.load(components.folder, components.mesh, jnp.dtype(dtype))[1]
+    watch = functools.partial(watched, what="layers read", quiet=quiet or not processes.is_writer())
+    return huggingface.load(components.folder, components.mesh, jnp.dtype(dtype), watch)[1]
 
 
 def make_estimator(config: Config, components: Components) -> Ema | ValueHead:

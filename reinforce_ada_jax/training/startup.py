@@ -121,7 +121,7 @@ def start(
     # 1. The rest of the input. All errors, also those in the weights, show before the first file is written.
     config, components, draws = inputs.config, inputs.components, not inputs.is_supervised
     keep_programs(config.logging.compilation_cache)
-    params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
+    params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components, quiet=quiet)
 
     # 2. The work directory: no other training has it, and all processes see it.
     join(inputs, workdir, stack, copy)
@@ -134,7 +134,7 @@ def start(
     open_environments(components, workdir, stack)
 
     # 4. The frozen weights.
-    base, reference = frozen_weights(inputs, params)
+    base, reference = frozen_weights(inputs, params, quiet=quiet)
     rollouts = Rollouts(components.engine) if draws_here else None
     if draws and not draws_here:
         inputs = dataclasses.replace(inputs, verifiers=components_lib.no_verifiers(config))
@@ -289,7 +289,7 @@ def first_state(inputs: Inputs, params: Params | None, estimator: Ema | ValueHea
     return RunState(learner.init(params), inputs.selection.to_json(), estimator=state)
 
 
-def frozen_weights(inputs: Inputs, params: Params | None) -> tuple[Params | None, Params | None]:
+def frozen_weights(inputs: Inputs, params: Params | None, *, quiet: bool) -> tuple[Params | None, Params | None]:
     """Returns the base under the adapters, and the reference of the KL term; None where there is none.
 
     `params` are the weights of the model folder, if they are read.
@@ -297,9 +297,10 @@ def frozen_weights(inputs: Inputs, params: Params | None) -> tuple[Params | None
     config, components = inputs.config, inputs.components
     base = reference = None
     if inputs.learner.lora is not None:
-        base = components_lib.load_params(config, components) if params is None else params
+        base = components_lib.load_params(config, components, quiet=quiet) if params is None else params
     # Adapters begin as a change of 0, so their base is the reference.
     if config.learning.kl_coefficient and not inputs.is_supervised:
-        dtype = config.model.compute_dtype
-        reference = components_lib.load_params(config, components, dtype) if base is None else base
+        reference = base
+        if base is None:
+            reference = components_lib.load_params(config, components, config.model.compute_dtype, quiet=quiet)
     return base, reference

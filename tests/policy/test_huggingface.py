@@ -145,6 +145,49 @@ def test_eight_devices_equal_one(tmp_path, family):
     assert_same(huggingface.load(tmp_path / "saved")[1], params)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_region_is_that_of_the_whole(family):
+    """Any part of a weight is made of the same part of the file, and of no more along its first axis."""
+    rng = np.random.default_rng(0)
+    for name, part in huggingface.parts(recording.golden(family)[0]).items():
+        tensor = np.arange(math.prod(part.theirs)).reshape(part.theirs)
+        read = []
+
+        def get(region, tensor=tensor, read=read):
+            read.append(tensor[region].size)
+            return tensor[region]
+
+        whole = part.read((slice(None),) * len(part.ours), get)
+        assert whole.shape == part.ours and sorted(whole.ravel()) == list(range(tensor.size)), name
+        cuts = [sorted(rng.choice(size + 1, 2, replace=False)) for size in part.ours]
+        index = tuple(slice(int(first), int(last)) for first, last in cuts)
+        np.testing.assert_array_equal(part.read(index, get), whole[index], err_msg=name)
+        half = tuple(slice(0, max(1, size // 2)) if axis == len(part.start) - 1 else slice(0, size)
+                     for axis, size in enumerate(part.ours))  # fmt: skip
+        np.testing.assert_array_equal(part.read(half, get), whole[half], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "times"),
+    [
+        (("embed", "heads", "head"), (8, 4, 2), 1),
+        (("vocab", "embed"), (4, 12), 1),
+        (("embed",), (16,), 1),
+        (("embed",), (6,), 4),  # only fsdp divides it
+    ],
+)
+def test_each_number_is_read_by_one_device(axes, shape, times):
+    whole, read = np.arange(math.prod(shape)).reshape(shape), []
+
+    def get(index):
+        read.extend(whole[index].ravel())
+        return whole[index]
+
+    there = mesh_lib.sharding(mesh_lib.make_mesh(data=2, fsdp=2, tensor=2), axes)
+    np.testing.assert_array_equal(mesh_lib.read_once(shape, there, get), whole)
+    assert sorted(read) == sorted([*range(whole.size)] * times)
+
+
 def test_loaded_weights_can_be_donated():
     _, params = huggingface.load(GOLDEN / "qwen2")
     pointer = params["embedding"].unsafe_buffer_pointer()

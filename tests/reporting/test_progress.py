@@ -1,6 +1,8 @@
 """Lines and bars of progress in a terminal and in a log file."""
 
-from reinforce_ada_jax.reporting.progress import Progress
+import pytest
+
+from reinforce_ada_jax.reporting.progress import Progress, watched
 
 
 def test_progress_shows_iterations_phase_and_figures(capsys):
@@ -48,3 +50,14 @@ def test_a_log_file_gets_a_line_a_minute(capsys, monkeypatch):
         "iteration: 0/20", "iteration: 5/20", "iteration: 11/20", "iteration: 13/20"
     ]  # fmt: skip
     assert "[01:00<" in lines[1] and "updating" in lines[1] and "reward 0.12" in lines[3]
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.1, []), (30.0, ["layers read: 2/8", "layers read: 4/8"])])
+def test_only_slow_items_are_counted(capsys, monkeypatch, seconds, shown):
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    for number, item in enumerate(watched(range(8), "layers read")):
+        assert item == number
+        now[0] += seconds
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" [")[0] for line in lines][:2] == shown
