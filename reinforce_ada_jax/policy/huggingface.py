@@ -1,14 +1,11 @@
-"""Reads and writes Hugging Face folders, by one table of names and layouts.
+"""Reads and writes Hugging Face folders, by the table of names and layouts in `tensor_table`.
 
 Weights travel one tensor at a time. Names and shapes are checked from the files' headers before any is read, so a
 folder that doesn't fit its config.json is refused within seconds.
 """
 
 import contextlib
-import dataclasses
 import functools
-import itertools
-import math
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable
@@ -26,59 +23,8 @@ from reinforce_ada_jax.distributed.mesh import read_once
 from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
 from reinforce_ada_jax.policy import gguf_files, mxfp4, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
+from reinforce_ada_jax.policy.tensor_table import parts
 
-# Our weight: (its axes, Hugging Face's name, the axes there). Letters written together are one axis there. A torch
-# Linear is [out, in] where ours are [in, out]; the embedding is [V, D] in both.
-TABLE = {
-    "embedding": ("V D", "model.embed_tokens.weight", "V D"),
-    "layers.attention_norm": ("L D", "model.layers.{}.input_layernorm.weight", "D"),
-    "layers.attention.query": ("L D N H", "model.layers.{}.self_attn.q_proj.weight", "NH D"),
-    "layers.attention.key": ("L D K H", "model.layers.{}.self_attn.k_proj.weight", "KH D"),
-    "layers.attention.value": ("L D K H", "model.layers.{}.self_attn.v_proj.weight", "KH D"),
-    "layers.attention.query_bias": ("L N H", "model.layers.{}.self_attn.q_proj.bias", "NH"),
-    "layers.attention.key_bias": ("L K H", "model.layers.{}.self_attn.k_proj.bias", "KH"),
-    "layers.attention.value_bias": ("L K H", "model.layers.{}.self_attn.v_proj.bias", "KH"),
-    "layers.attention.query_norm": ("L H", "model.layers.{}.self_attn.q_norm.weight", "H"),
-    "layers.attention.key_norm": ("L H", "model.layers.{}.self_attn.k_norm.weight", "H"),
-    "layers.attention.output": ("L N H D", "model.layers.{}.self_attn.o_proj.weight", "D NH"),
-    "layers.mlp_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
-    "layers.mlp.gate": ("L D F", "model.layers.{}.mlp.gate_proj.weight", "F D"),
-    "layers.mlp.up": ("L D F", "model.layers.{}.mlp.up_proj.weight", "F D"),
-    "layers.mlp.down": ("L F D", "model.layers.{}.mlp.down_proj.weight", "D F"),
-    "final_norm": ("D", "model.norm.weight", "D"),
-    "head": ("D V", "lm_head.weight", "V D"),
-}
-# What other architectures have instead, or have more. Each expert (E) is a tensor of its own there, as each layer is.
-NORM_AFTER = {
-    "layers.attention_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
-    "layers.mlp_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),
-}
-NORM_AROUND = {
-    "layers.attention_out_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
-    "layers.mlp_norm": ("L D", "model.layers.{}.pre_feedforward_layernorm.weight", "D"),
-    "layers.mlp_out_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),
-}
-QK_NORM_WHOLE = {
-    "layers.attention.query_norm": ("L N H", "model.layers.{}.self_attn.q_norm.weight", "NH"),
-    "layers.attention.key_norm": ("L K H", "model.layers.{}.self_attn.k_norm.weight", "KH"),
-}
-EXPERTS = {
-    "layers.mlp.router": ("L D E", "model.layers.{}.mlp.gate.weight", "E D"),
-    "layers.mlp.expert_gate": ("L E D X", "model.layers.{}.mlp.experts.{}.gate_proj.weight", "X D"),
-    "layers.mlp.expert_up": ("L E D X", "model.layers.{}.mlp.experts.{}.up_proj.weight", "X D"),
-    "layers.mlp.expert_down": ("L E X D", "model.layers.{}.mlp.experts.{}.down_proj.weight", "D X"),
-}
-# All experts of a layer are one tensor; Y are the columns of gate and up, by turns.
-GPT_OSS = {
-    "layers.attention.output_bias": ("L D", "model.layers.{}.self_attn.o_proj.bias", "D"),
-    "layers.attention.sinks": ("L N", "model.layers.{}.self_attn.sinks", "N"),
-    "layers.mlp.router": ("L D E", "model.layers.{}.mlp.router.weight", "E D"),
-    "layers.mlp.router_bias": ("L E", "model.layers.{}.mlp.router.bias", "E"),
-    "layers.mlp.expert_gate_up": ("L E D Y", "model.layers.{}.mlp.experts.gate_up_proj", "E D Y"),
-    "layers.mlp.expert_gate_up_bias": ("L E Y", "model.layers.{}.mlp.experts.gate_up_proj_bias", "E Y"),
-    "layers.mlp.expert_down": ("L E X D", "model.layers.{}.mlp.experts.down_proj", "E X D"),
-    "layers.mlp.expert_down_bias": ("L E D", "model.layers.{}.mlp.experts.down_proj_bias", "E D"),
-}
 # Where the text part of an image model (Gemma 3 4B and larger) has other names, and what it has beside it.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -90,86 +36,6 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One Hugging Face tensor: a weight of ours, or one layer of a stacked one, or one expert of a layer."""
-
-    weight: str  # our dotted name
-    layer: int | None  # its index along the weight's first axis; None where it is the whole weight
-    expert: int | None  # its index along the second axis; None where it is the whole layer
-    ours: tuple[int, ...]  # its shape there, 1 along the axes of layers and experts
-    theirs: tuple[int, ...]  # its shape in the file
-    transposed: bool  # whether the file has the axes in the other order
-
-    @property
-    def start(self) -> tuple[int, ...]:
-        """Indices of its first element in the weight."""
-        return (self.layer or 0, self.expert or 0, *[0] * len(self.ours))[: len(self.ours)]
-
-    def read(self, index: tuple[slice, ...], get: Callable[[tuple[slice, ...]], np.ndarray]) -> np.ndarray:
-        """Returns the elements of the weight's part with this index.
-
-        `get` returns a region of the tensor in the file. Of axes that are one axis there, the region is cut along the
-        first alone: each of its elements is a run of the others.
-        """
-        outer = (self.layer is not None) + (self.expert is not None)
-        sizes = iter(self.ours[outer:])
-        cuts = iter([part.indices(size)[:2] for part, size in zip(index, self.ours, strict=True)][outer:])
-        region, shape, inner = [], [*self.ours[:outer]], [slice(None)] * outer
-        for merged in self.theirs[::-1] if self.transposed else self.theirs:
-            count, (first, last) = next(sizes), next(cuts)
-            run = merged // count
-            region.append(slice(first * run, last * run))
-            shape.append(last - first)
-            inner.append(slice(None))
-            while count < merged:
-                size = next(sizes)
-                count *= size
-                shape.append(size)
-                inner.append(slice(*next(cuts)))
-        tensor = get(tuple(region[::-1] if self.transposed else region))
-        return (tensor.T if self.transposed else tensor).reshape(shape)[tuple(inner)]
-
-    def to_theirs(self, value: np.ndarray) -> np.ndarray:
-        """Returns a view of ours in the file's layout."""
-        return value.reshape(self.theirs[::-1]).T if self.transposed else value.reshape(self.theirs)
-
-
-def axis_sizes(architecture: Architecture) -> dict[str, int]:
-    """Returns the size of each axis letter of `TABLE`."""
-    return {
-        "L": architecture.num_layers, "V": architecture.vocab_size, "D": architecture.hidden_size,
-        "F": architecture.ffn_size, "N": architecture.num_heads, "K": architecture.num_kv_heads,
-        "H": architecture.head_dim, "E": architecture.num_experts, "X": architecture.expert_size,
-        "Y": 2 * architecture.expert_size,
-    }  # fmt: skip
-
-
-def table(architecture: Architecture) -> dict[str, tuple[str, str, str]]:
-    """Returns `TABLE` as this architecture has it."""
-    norms = {"before": {}, "after": NORM_AFTER, "around": NORM_AROUND}[architecture.norm_place]
-    experts = EXPERTS | (GPT_OSS if architecture.expert_limit else {})
-    return TABLE | experts | norms | (QK_NORM_WHOLE if architecture.qk_norm_whole else {})
-
-
-def parts(architecture: Architecture) -> dict[str, Part]:
-    """Returns every tensor of a Hugging Face folder of this architecture, by its name there."""
-    sizes, names, found = axis_sizes(architecture), table(architecture), {}
-    for weight, (shape, _) in transformer.weight_shapes(architecture).items():
-        our_axes, name, their_axes = names[weight]
-        theirs = tuple(math.prod(sizes[letter] for letter in axis) for axis in their_axes.split())
-        by_expert = name.count("{}") == 2
-        inner = our_axes.removeprefix("L ").removeprefix("E " if by_expert else "")
-        transposed = inner.replace(" ", "") != their_axes.replace(" ", "")
-        layers = range(architecture.num_layers) if our_axes.startswith("L ") else (None,)
-        experts = range(architecture.num_experts) if by_expert else (None,)
-        num_outer = len(shape) - len(inner.split())
-        ours = (*[1] * num_outer, *shape[num_outer:])
-        for layer, expert in itertools.product(layers, experts):
-            found[name.format(layer, expert)] = Part(weight, layer, expert, ours, theirs, transposed)
-    return found
 
 
 def read_config(folder: str | pathlib.Path) -> Architecture:
@@ -281,10 +147,32 @@ def _opened(file: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
     return safetensors.safe_open(file, framework="numpy")
 
 
-def _read_region(file: Any, header: weight_files.Header, region: tuple[slice, ...]) -> np.ndarray:
-    if all(part in (slice(None), slice(0, size)) for part, size in zip(region, header.shape, strict=False)):
-        return file.get_tensor(header.name)  # without the copy that a slice makes
-    return file.get_slice(header.name)[region]
+class _Files:
+    """Tensors in the files of a folder, of which regions are read."""
+
+    def __init__(self, folder: pathlib.Path, headers: dict[str, weight_files.Header], stack: contextlib.ExitStack):
+        self._folder, self._headers = folder, headers
+        scales = [header.scales for header in headers.values() if header.scales is not None]
+        files = sorted({header.file for header in (*headers.values(), *scales)})
+        self._opened = {file: stack.enter_context(_opened(file)) for file in files}
+
+    def _region(self, header: weight_files.Header, region: tuple[slice, ...]) -> np.ndarray:
+        file = self._opened[header.file]
+        if all(part in (slice(None), slice(0, size)) for part, size in zip(region, header.shape, strict=False)):
+            return file.get_tensor(header.name)  # without the copy that a slice makes
+        return file.get_slice(header.name)[region]
+
+    def read(self, name: str, region: tuple[slice, ...]) -> np.ndarray:
+        """Returns a region of a tensor; ValueError if a number there is not finite."""
+        header = self._headers[name]
+        if header.scales is None:
+            value = self._region(header, region)
+        else:  # of the blocks of some experts
+            value = mxfp4.numbers(self._region(header, region[:1]), self._region(header.scales, region[:1]))
+            value = value[:, *region[1:]]
+        remedy = "Fetch the folder again; if a training wrote it, export an earlier checkpoint of that run."
+        weight_files.check_finite(str(self._folder), name, value, remedy)
+        return value
 
 
 def load(
@@ -325,26 +213,12 @@ def load(
     for name, part in wanted.items():
         by_layer.setdefault(part.layer, {}).setdefault(part.weight, []).append(name)
     with contextlib.ExitStack() as stack:
-        scales = [header.scales for header in headers.values() if header.scales is not None]
-        files = sorted({header.file for header in (*headers.values(), *scales)})
-        opened = {file: stack.enter_context(_opened(file)) for file in files}
-
-        def tensor(name: str, region: tuple[slice, ...]) -> np.ndarray:
-            header = headers[name]
-            if header.scales is None:
-                value = _read_region(opened[header.file], header, region)
-            else:  # of the blocks of some experts
-                blocks = _read_region(opened[header.file], header, region[:1])
-                value = mxfp4.numbers(blocks, _read_region(opened[header.scales.file], header.scales, region[:1]))
-                value = value[:, *region[1:]]
-            remedy = "Fetch the folder again; if a training wrote it, export an earlier checkpoint of that run."
-            weight_files.check_finite(str(folder), name, value, remedy)
-            return value
+        files = _Files(folder, headers, stack)
 
         def value(names: list[str], index: tuple[slice, ...]) -> np.ndarray:
             if wanted[names[0]].expert is not None:
                 names, index = names[index[1]], (index[0], slice(None), *index[2:])
-            first, *others = (wanted[name].read(index, functools.partial(tensor, name)) for name in names)
+            first, *others = (wanted[name].read(index, functools.partial(files.read, name)) for name in names)
             return np.concatenate([first, *others], axis=1) if others else first
 
         def read(layer: int | None) -> dict[str, jax.Array]:

@@ -289,7 +289,9 @@ def first_state(inputs: Inputs, params: Params | None, estimator: Ema | ValueHea
     return RunState(learner.init(params), inputs.selection.to_json(), estimator=state)
 
 
-def frozen_weights(inputs: Inputs, params: Params | None, *, quiet: bool) -> tuple[Params | None, Params | None]:
+def frozen_weights(
+    inputs: Inputs, params: Params | None, *, quiet: bool = False
+) -> tuple[Params | None, Params | None]:
     """Returns the base under the adapters, and the reference of the KL term; None where there is none.
 
     `params` are the weights of the model folder, if they are read.

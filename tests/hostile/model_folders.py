@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from reinforce_ada_jax.policy import huggingface, weight_files
+from reinforce_ada_jax.policy import huggingface, tensor_table, weight_files
 
 CONFIG = {
     "model_type": "qwen2", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -41,7 +41,7 @@ def write_whole(folder: pathlib.Path) -> pathlib.Path:
     write_json(folder / "generation_config.json", {"eos_token_id": [1]})
     write_json(folder / "tokenizer_config.json", {"eos_token": "<|im_end|>", "tokenizer_class": "Qwen2Tokenizer"})
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    shapes = {name: part.theirs for name, part in huggingface.parts(huggingface.read_config(folder)).items()}
+    shapes = {name: part.theirs for name, part in tensor_table.parts(huggingface.read_config(folder)).items()}
     specs = {name: (shape, np.dtype(np.float32)) for name, shape in shapes.items()}
     weight_files.write(folder, specs, lambda name: np.zeros(shapes[name], np.float32), 5e9)
     return folder

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.policy import huggingface, transformer, weight_files
+from reinforce_ada_jax.policy import huggingface, tensor_table, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import from_hf
 from tests.policy import recording
 
@@ -43,9 +43,9 @@ def edited(tmp_path, tensors=None, config=None, family="qwen2"):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_names_the_axes_of_every_weight(family):
     architecture = recording.golden(family)[0]
-    sizes = huggingface.axis_sizes(architecture)
+    sizes = tensor_table.axis_sizes(architecture)
     for name, (shape, _) in transformer.weight_shapes(architecture).items():
-        assert shape == tuple(sizes[letter] for letter in huggingface.table(architecture)[name][0].split()), name
+        assert shape == tuple(sizes[letter] for letter in tensor_table.table(architecture)[name][0].split()), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,7 +80,7 @@ def test_shards_keep_to_their_limit_and_are_indexed(tmp_path):
 def test_a_tensor_beyond_the_shard_limit_stands_alone(tmp_path):
     architecture, params, _ = recording.golden("qwen2")
     huggingface.save(tmp_path / "saved", architecture, params, max_shard_bytes=1)
-    assert len(weight_files.find(tmp_path / "saved")) == len(huggingface.parts(architecture))
+    assert len(weight_files.find(tmp_path / "saved")) == len(tensor_table.parts(architecture))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -149,7 +149,7 @@ def test_eight_devices_equal_one(tmp_path, family):
 def test_a_region_is_that_of_the_whole(family):
     """Any part of a weight is made of the same part of the file, and of no more along its first axis."""
     rng = np.random.default_rng(0)
-    for name, part in huggingface.parts(recording.golden(family)[0]).items():
+    for name, part in tensor_table.parts(recording.golden(family)[0]).items():
         tensor = np.arange(math.prod(part.theirs)).reshape(part.theirs)
         read = []
 

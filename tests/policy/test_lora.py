@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, LoraConfig, values
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
+from reinforce_ada_jax.policy import adapter_files, huggingface, lora, tensor_table, transformer
 from reinforce_ada_jax.policy.layers import Adapted, RowAdapted, RowAdapters, project
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
@@ -113,7 +113,7 @@ def test_the_gradient_beside_the_weights_is_that_through_the_merged_ones():
 def test_targets_are_those_of_the_configuration_and_of_hugging_face():
     assert values.PROJECTIONS == tuple(lora.TARGETS)
     for target, weight in lora.TARGETS.items():
-        assert huggingface.TABLE[weight][1].endswith(f".{target}.weight")
+        assert tensor_table.TABLE[weight][1].endswith(f".{target}.weight")
 
 
 def test_settings():
