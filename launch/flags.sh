@@ -25,6 +25,7 @@ Which node
     --zone=ZONE        such as us-west4-a
     --project=PROJECT  else gcloud's default
     --queued           through a queued resource: waits until there is capacity (repeat it for every command)
+    --slices=N         so many equal slices as one run (1); --queued goes with it (tpu_pod.sh; repeat it likewise)
 
 How it is made (create, up, resume, watch)
     --type=TYPE        accelerator type, such as v5litepod-8
@@ -50,6 +51,7 @@ How the hosts are reached (all but create, delete)
 
 Otherwise
     --worker=N         whose log is shown (0)
+    --node=N           with --slices: on which slice (0)
     --retries=N        watch: restarts of a run that failed, or of a start that did (3); preemptions don't count
     --poll=SECONDS     between two looks (60)
     --backoff=SECONDS  before the first retry, doubled for each further one (30); also after preemptions within 600 s
@@ -71,7 +73,7 @@ parse() {
     *) refuse "unknown command '$action': $script --help lists them." ;;
   esac
   name='' zone='' project='' type='' version='' config='' workdir='' setup='' python=''
-  worker=0 retries=3 poll=60 backoff=30
+  worker=0 node=0 slices=1 retries=3 poll=60 backoff=30
   spot=false queued=false dirty=false yes=false dry_run=false
   create_flags=() ssh_flags=() variables=() trainer_flags=()
   local argument value
@@ -93,6 +95,8 @@ parse() {
       --setup=*) setup=$value ;;
       --python=*) python=$value ;;
       --worker=*) worker=$value ;;
+      --node=*) node=$value ;;
+      --slices=*) slices=$value ;;
       --retries=*) retries=$value ;;
       --poll=*) poll=$value ;;
       --backoff=*) backoff=$value ;;
@@ -111,7 +115,7 @@ parse() {
         ;;
       --config.*) refuse "$argument is the trainer's: write it after --." ;;
       --name | --zone | --project | --type | --version | --create-flag | --ssh-flag | --env | --config | --workdir | \
-        --setup | --python | --worker | --retries | --poll | --backoff)
+        --setup | --python | --worker | --node | --slices | --retries | --poll | --backoff)
         refuse "$argument needs a value: options are written $argument=VALUE."
         ;;
       *) refuse "unknown flag '$argument': $script --help lists them; flags of the trainer come after --." ;;
@@ -125,9 +129,11 @@ check_flags() {
   # Names of Cloud TPU nodes, a subset of what tmux takes as a session's name.
   [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
     refuse "--name=$name: a node's name has small letters, digits and hyphens, and begins with a letter."
-  for number in "$worker" "$retries" "$poll" "$backoff"; do
-    [[ $number =~ ^[0-9]+$ ]] || refuse "--worker, --retries, --poll and --backoff are whole numbers; one is '$number'."
+  for number in "$worker" "$node" "$slices" "$retries" "$poll" "$backoff"; do
+    [[ $number =~ ^[0-9]+$ ]] ||
+      refuse "--worker, --node, --slices, --retries, --poll and --backoff are whole numbers; one is '$number'."
   done
+  check_slices
   case $action in
     up | create | resume | watch) check_node_flags ;;
   esac
@@ -153,20 +159,27 @@ need() { # FLAG VALUE FLAG VALUE...
   done
 }
 
+# Only a queued resource makes several slices that know of each other.
+check_slices() {
+  ((slices >= 1)) || refuse "--slices=$slices: a run has at least one slice."
+  hosts=tpu-vm every_node=() one_node=()
+  ((slices > 1)) || return 0
+  [[ $workers == all ]] || refuse "--slices=$slices: $script starts one process; use launch/tpu_pod.sh."
+  hosts=queued-resources every_node=(--node=all) one_node=("--node=$node") queued=true
+}
+
 check_node_flags() {
   local flag
   need --type "$type"
   for flag in ${create_flags[@]+"${create_flags[@]}"}; do
     case $flag in
       --node-count* | --node-prefix*)
-        refuse "--create-flag=$flag asks for several slices, and this script starts a run on one. Take a larger slice," \
-          "such as --type=v5litepod-64, or XPK (launch/README.md), which starts a run on several."
+        refuse "--create-flag=$flag asks for several slices: launch/tpu_pod.sh --slices=2 makes them."
         ;;
     esac
   done
   case $type in
-    [0-9]*x*) refuse "--type=$type names several slices, and this script starts a run on one: take one larger slice, or" \
-      "XPK (launch/README.md)." ;;
+    [0-9]*x*) refuse "--type=$type names several slices: write launch/tpu_pod.sh --type=${type#*x} --slices=${type%%x*}." ;;
     v2-* | v3-*)
       refuse "--type=$type: this generation is not supported; the programs are made for v4 and newer, such as" \
         "--type=v5litepod-8."

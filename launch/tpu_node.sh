@@ -1,5 +1,6 @@
-# One training run on one TPU node, from creating it to deleting it: what tpu_vm.sh and tpu_pod.sh share. They set
-# `script`, `workers` and `about`, source this file and call `main`. What happens on the hosts is in worker.sh.
+# One training run on one TPU node, or on several slices, from creating it to deleting it: what tpu_vm.sh and tpu_pod.sh
+# share. They set `script`, `workers` and `about`, source this file and call `main`. What happens on the hosts is in
+# worker.sh.
 #
 # Whatever has an effect goes through `call`, so --dry-run shows just what would be run: commands on stdout, one a line;
 # everything else that is said goes to stderr. Bash 3.2 (macOS) is enough: no mapfile, and empty arrays are guarded.
@@ -41,7 +42,11 @@ quoted() {
 # This script's command line for another command on the same node.
 again() {
   local line=("$script" "$1" "--name=$name" "${where[@]}")
-  if "$queued"; then line+=(--queued); fi
+  if ((slices > 1)); then
+    line+=("--slices=$slices")
+  elif "$queued"; then
+    line+=(--queued)
+  fi
   local flag
   for flag in ${ssh_flags[@]+"${ssh_flags[@]}"}; do line+=("--ssh-flag=$flag"); done
   quoted "${line[@]}"
@@ -65,7 +70,8 @@ call() {
 fail_step() { # STEP CODE [WHY]
   if (($2 == RUNNING)); then
     fail "$1: a run is under way on $name. Attach to it:
-  $(quoted gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" "--worker=$worker" ${ssh_flags[@]+"${ssh_flags[@]}"}) -- -t tmux attach -t $name
+  $(quoted gcloud compute tpus "$hosts" ssh "$name" "${where[@]}" "--worker=$worker" ${one_node[@]+"${one_node[@]}"} \
+    ${ssh_flags[@]+"${ssh_flags[@]}"}) -- -t tmux attach -t $name
 or follow its log: $(again logs)
 or end it: $(again stop)"
   fi
@@ -82,8 +88,9 @@ tpu() { # STEP GROUP VERB ARGUMENTS...
   call "$1" gcloud compute tpus "${@:2}" "${where[@]}"
 }
 
-on_workers() { # STEP COMMAND_LINE [WORKERS]
-  tpu "$1" tpu-vm ssh "$name" "--worker=${3:-$workers}" "--command=$2" ${ssh_flags[@]+"${ssh_flags[@]}"}
+on_workers() { # STEP COMMAND_LINE
+  tpu "$1" "$hosts" ssh "$name" "--worker=$workers" ${every_node[@]+"${every_node[@]}"} "--command=$2" \
+    ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 
 # ask COMMAND...: its stdout in `answer`, its stderr in `complaint`.
@@ -99,6 +106,10 @@ ask() {
 
 # Sets `state` (READY, PREEMPTED, ..., ABSENT) and `num_workers`; in a dry run to what the caller assumes.
 look_at_node() { # ASSUMED_STATE
+  if ((slices > 1)); then
+    look_at_slices "$1"
+    return
+  fi
   local look=(gcloud compute tpus tpu-vm describe "$name" "${where[@]}" "--format=value(state,networkEndpoints.len())")
   num_workers=''
   if "$dry_run"; then
@@ -114,7 +125,24 @@ look_at_node() { # ASSUMED_STATE
   fi
 }
 
+# Several slices have the state of their queued resource: READY with all of them, ABSENT before the first.
+look_at_slices() { # ASSUMED_STATE
+  local assumed=$1
+  [[ $1 != READY ]] || assumed=ACTIVE
+  ask_queue "$assumed" || return 1
+  case $queue_state in
+    ACTIVE) state=READY ;;
+    ACCEPTED | WAITING_FOR_RESOURCES | PROVISIONING) state=ABSENT ;; # it keeps its place
+    SUSPENDING) state=STOPPING ;;
+    *) state=$queue_state ;;
+  esac
+}
+
 look_at_queue() { # ASSUMED_STATE; sets `queue_state`
+  ask_queue "$1" || fail_step "looking at the queued resource" 1
+}
+
+ask_queue() { # ASSUMED_STATE
   local look=(gcloud compute tpus queued-resources describe "$name" "${where[@]}" "--format=value(state.state)")
   if "$dry_run"; then
     call look "${look[@]}"
@@ -125,7 +153,7 @@ look_at_queue() { # ASSUMED_STATE; sets `queue_state`
     queue_state=ABSENT
   else
     say "$complaint"
-    fail_step "looking at the queued resource" 1
+    return 1
   fi
 }
 
@@ -169,7 +197,7 @@ create_through() { # ARGUMENTS...
   line=(gcloud compute tpus "$@" "${where[@]}")
   if "$spot"; then line+=(--spot); fi
   line+=(${create_flags[@]+"${create_flags[@]}"})
-  say "creating $name ($type, $version)"
+  say "creating $name ($( ((slices == 1)) || echo "$slices x ")$type, $version)"
   if "$dry_run"; then
     call create "${line[@]}"
     return
@@ -203,8 +231,9 @@ queue_up() {
     queue_state=ABSENT
   fi
   if [[ $queue_state == ABSENT ]]; then
-    create_through queued-resources create "$name" "--node-id=$name" "--accelerator-type=$type" \
-      "--runtime-version=$version"
+    local named=("--node-id=$name")
+    if ((slices > 1)); then named=("--node-count=$slices" "--node-prefix=$name"); fi
+    create_through queued-resources create "$name" "${named[@]}" "--accelerator-type=$type" "--runtime-version=$version"
   fi
   while look_at_queue ACTIVE && [[ $queue_state != ACTIVE ]]; do
     case $queue_state in
@@ -275,7 +304,8 @@ install() {
   pack
   node_left
   say "copying the code"
-  tpu "copying the code" tpu-vm scp "${files[@]}" "$name:" "--worker=$workers" ${ssh_flags[@]+"${ssh_flags[@]}"}
+  tpu "copying the code" "$hosts" scp "${files[@]}" "$name:" "--worker=$workers" \
+    ${every_node[@]+"${every_node[@]}"} ${ssh_flags[@]+"${ssh_flags[@]}"}
   say "installing (minutes, the first time)"
   on_workers install "tar -xzOf reinforce_ada_jax.tar.gz launch/worker.sh >reinforce_ada_jax_worker.sh && $(
     quoted bash reinforce_ada_jax_worker.sh install "$name" "$python" "${setup:+setup}"
@@ -296,7 +326,8 @@ start() {
 logs() {
   node_left
   say "Ctrl-C ends the log, not the run."
-  on_workers logs "$(quoted bash reinforce_ada_jax_worker.sh logs "$name")" "$worker"
+  tpu logs "$hosts" ssh "$name" "--worker=$worker" ${one_node[@]+"${one_node[@]}"} \
+    "--command=$(quoted bash reinforce_ada_jax_worker.sh logs "$name")" ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 
 stop() {
@@ -312,12 +343,12 @@ status_line() {
 
 status() {
   nothing_left
-  if "$queued"; then
-    look_at_queue ACTIVE
-    "$dry_run" || echo "queued resource $name: $queue_state"
-  fi
+  if "$queued" && ((slices == 1)); then look_at_queue ACTIVE; fi
   look_at_node READY || fail_step "looking at $name" 1
-  "$dry_run" || echo "node $name: $state"
+  if ! "$dry_run"; then
+    if "$queued"; then echo "queued resource $name: $queue_state"; fi
+    if ((slices == 1)); then echo "node $name: $state"; fi
+  fi
   [[ $state != READY ]] || on_workers status "$(status_line)"
 }
 

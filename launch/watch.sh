@@ -15,8 +15,8 @@ look_at_run() {
     run=gone
     return
   fi
-  local look=(gcloud compute tpus tpu-vm ssh "$name" "--worker=$workers" "--command=$(status_line)")
-  if ! ask "${look[@]}" ${ssh_flags[@]+"${ssh_flags[@]}"} "${where[@]}"; then
+  local look=(gcloud compute tpus "$hosts" ssh "$name" "--worker=$workers" ${every_node[@]+"${every_node[@]}"})
+  if ! ask "${look[@]}" "--command=$(status_line)" ${ssh_flags[@]+"${ssh_flags[@]}"} "${where[@]}"; then
     say "$complaint"
     return
   fi

@@ -58,6 +58,7 @@ class Cloud:
             node="ABSENT",
             queue="ABSENT",
             hosts=1,
+            slices=1,
             becomes="READY",
             queue_becomes="ACTIVE",
             preempt_before=[],
@@ -75,7 +76,7 @@ class Cloud:
         world = (json.loads(file.read_text()) if file.exists() else {}) | changes
         file.write_text(json.dumps(world))
         if changes.get("node") == "READY":
-            for host in range(world["hosts"]):
+            for host in range(world["slices"] * world["hosts"]):
                 (self.folder / f"host{host}").mkdir(exist_ok=True)
 
     def environment(self) -> dict[str, str]:

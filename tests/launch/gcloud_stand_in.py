@@ -4,7 +4,7 @@ It writes every call to calls.jsonl and keeps a small world in world.json: one n
 folder for each host, in which `ssh --command` is really run by bash. $WORLD names the folder. Keys of the world:
 
   node, queue        state, or a list of states that successive looks see (the last one stays)
-  hosts              how many
+  hosts, slices      how many: hosts of each slice; the nodes of several slices have names of their own
   becomes            state or states of a node after its creation; `queue_becomes` likewise
   preempt_before     numbers of calls (from 1) before which a READY node is preempted
   edit_before        [number, file]: before that call the file is overwritten with "edited"
@@ -45,8 +45,8 @@ def look(world: dict, key: str) -> str:
     return states[0]
 
 
-def option(arguments: list[str], name: str) -> str:
-    return next(word.split("=", 1)[1] for word in arguments if word.startswith(f"--{name}="))
+def option(arguments: list[str], name: str, default: str = "") -> str:
+    return next((word.split("=", 1)[1] for word in arguments if word.startswith(f"--{name}=")), default)
 
 
 def die(message: str, code: int = 1) -> None:
@@ -69,16 +69,17 @@ def make_node(world: dict) -> None:
     """A node whose hosts know nothing of those before."""
     import shutil  # noqa: PLC0415
 
-    for host in range(world["hosts"]):
+    for host in range(world["slices"] * world["hosts"]):
         shutil.rmtree(f"{WORLD}/host{host}", ignore_errors=True)
         os.mkdir(f"{WORLD}/host{host}")
     world["node"] = world["becomes"]
     save(world)
 
 
-def queued_resource(world: dict, verb: str) -> None:
+def queued_resource(world: dict, verb: str, arguments: list[str]) -> None:
     if verb == "create":
-        save(world | {"queue": world["queue_becomes"]})
+        count = option(arguments, "node-count", "1")
+        save(world | {"queue": world["queue_becomes"], "slices": int(count)})
     elif verb == "delete":
         save(world | {"queue": "ABSENT", "node": "ABSENT"})
     else:
@@ -91,8 +92,14 @@ def queued_resource(world: dict, verb: str) -> None:
 
 
 def hosts(world: dict, arguments: list[str]) -> list[str]:
-    worker = option(arguments, "worker")
-    return [f"{WORLD}/host{host}" for host in (range(world["hosts"]) if worker == "all" else [int(worker)])]
+    """The home folders of hosts: without --node those of the first slice."""
+
+    def chosen(name: str, count: int) -> list[int]:
+        number = option(arguments, name, "0")
+        return list(range(count)) if number == "all" else [int(number)]
+
+    slices, workers = chosen("node", world["slices"]), chosen("worker", world["hosts"])
+    return [f"{WORLD}/host{node * world['hosts'] + worker}" for node in slices for worker in workers]
 
 
 def scp(world: dict, arguments: list[str]) -> None:
@@ -127,8 +134,11 @@ def main(call: list[str]) -> None:
     told_to_fail(world, number, call)
     assert call[:2] == ["compute", "tpus"], call
     group, verb, rest = call[2], call[3], call[4:]
-    if group == "queued-resources":
-        queued_resource(world, verb)
+    is_queued, reaches_hosts = group == "queued-resources", verb in ("scp", "ssh")
+    if is_queued and not reaches_hosts:
+        queued_resource(world, verb, rest)
+    elif not is_queued and world["slices"] > 1:
+        die("NOT_FOUND: the nodes are ada-0 and ada-1")
     elif verb == "describe":
         state = look(world, "node")
         if state == "ABSENT":

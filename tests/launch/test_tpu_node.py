@@ -79,6 +79,35 @@ def test_up_on_a_pod_through_the_queue(cloud):
     assert "launch/tpu_pod.sh delete --name=ada --zone=us-west4-a --queued" in result.stderr
 
 
+def test_up_on_two_slices(cloud):
+    cloud.set(hosts=2, queue_becomes=["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
+    pod = (*NODE, "--type=v5litepod-16", "--slices=2", *RUN, *QUICK)
+    result = check(cloud.run("up", *pod, "--spot", script="tpu_pod.sh"))
+    look = "queued-resources describe"
+    assert cloud.steps() == [
+        look, look, "queued-resources create", *[look] * 4, "queued-resources scp", "install", "start", "logs"
+    ]  # fmt: skip
+    assert cloud.calls()[2] == [
+        "queued-resources", "create", "ada", "--node-count=2", "--node-prefix=ada", "--accelerator-type=v5litepod-16",
+        "--runtime-version=v2-alpha-tpuv5-lite", ZONE, "--spot",
+    ]  # fmt: skip
+    reached = [[word for word in call if word.startswith(("--node=", "--worker="))] for call in cloud.calls()[7:]]
+    assert reached == [["--worker=all", "--node=all"]] * 3 + [["--worker=0", "--node=0"]]
+    assert cloud.trained() == [["reinforce_ada_jax", "--distributed", *RUN]] * 4
+    assert "launch/tpu_pod.sh delete --name=ada --zone=us-west4-a --slices=2" in result.stderr
+    status = check(cloud.run("status", *NODE, "--slices=2", script="tpu_pod.sh")).stdout.splitlines()
+    assert status[0] == "queued resource ada: ACTIVE"
+    assert [line.split()[1:] for line in status[1:]] == [["ended", "0"]] * 4
+    cloud.forget_calls()
+    check(cloud.run("logs", *NODE, "--slices=2", "--node=1", "--worker=1", script="tpu_pod.sh"))
+    check(cloud.run("delete", *NODE, "--slices=2", "--yes", script="tpu_pod.sh"))
+    assert cloud.calls() == [
+        ["queued-resources", "ssh", "ada", "--worker=1", "--node=1",
+         "--command=bash reinforce_ada_jax_worker.sh logs ada", ZONE],
+        ["queued-resources", "delete", "ada", "--force", "--quiet", ZONE],
+    ]  # fmt: skip
+
+
 def test_a_node_that_is_there_is_taken(cloud):
     cloud.set(node="READY")
     result = check(cloud.run("up", *ALL))
@@ -198,8 +227,10 @@ def test_without_gcloud(cloud):
         (["up", *ALL, "--poll=soon"], ["whole numbers", "soon"]),
         (["up", *ALL, "--type=v9-8"], ["--type=v9-8", "--version=VERSION"]),
         (["up", *ALL, "--type=v3-8"], ["--type=v3-8", "v4 and newer"]),
-        (["up", *ALL, "--type=2xv5litepod-16"], ["2xv5litepod-16", "several slices", "larger slice"]),
-        (["up", *ALL, "--create-flag=--node-count=2"], ["--node-count=2", "several slices", "larger slice"]),
+        (["up", *ALL, "--type=2xv5litepod-16"], ["2xv5litepod-16", "--type=v5litepod-16 --slices=2"]),
+        (["up", *ALL, "--create-flag=--node-count=2"], ["--node-count=2", "several slices", "--slices=2"]),
+        (["up", *ALL, "--slices=2"], ["--slices=2", "launch/tpu_pod.sh"]),
+        (["up", *ALL, "--slices=0"], ["--slices=0", "at least one"]),
         (["up", *ALL, "--env=1A=b"], ["--env=1A=b", "--env=NAME=VALUE"]),
         (["up", *ALL, "--name=A b"], ["--name=A b", "small letters"]),
         (["up", *ALL, "--workdir=gs://", "--spot"], ["--workdir=gs://", "name a folder of a bucket"]),
@@ -287,10 +318,11 @@ def test_a_config_that_would_not_be_copied(cloud):
     [
         ("tpu_vm.sh", ["up", *ALL, "--spot", "--", "--config.model.path=it's a; path"]),
         ("tpu_pod.sh", ["up", *ALL, "--queued", "--create-flag=--network=my net"]),
+        ("tpu_pod.sh", ["up", *ALL, "--slices=2"]),
         ("tpu_vm.sh", ["status", *NODE]),
         ("tpu_vm.sh", ["stop", *NODE]),
     ],
-    ids=["vm", "queued pod", "status", "stop"],
+    ids=["vm", "queued pod", "slices", "status", "stop"],
 )
 def test_a_dry_run_prints_what_would_be_run(cloud, script, command):
     if command[0] != "up":

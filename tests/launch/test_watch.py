@@ -52,6 +52,29 @@ def test_a_preempted_pod_gets_its_place_in_the_queue_again(cloud):
     assert cloud.steps() == [*LOOK, *remake, *START, *LOOK]
 
 
+def test_slices_of_which_one_is_preempted(cloud):
+    """Their queued resource is suspended with all of them, and requested again; the bare hosts get the run."""
+    look = ["queued-resources describe", "status"]
+    begin(cloud, *["running"] * 4, preempt_before=[5], queue="ACTIVE", queue_becomes=["PROVISIONING", "ACTIVE"])
+    cloud.set(hosts=2, slices=2)
+    result = check(cloud.run("watch", *ALL, "--spot", "--slices=2", script="tpu_pod.sh"))
+    verbs = ("describe", "delete", "describe", "create", "describe", "describe", "describe", "scp")
+    remake = [f"queued-resources {verb}" for verb in verbs]
+    assert cloud.steps() == [*look, *look, *remake, "install", "start", *look]
+    assert cloud.trained() == [["reinforce_ada_jax", "--distributed", *RUN]] * 4
+    assert "ada is gone (SUSPENDED)" in result.stderr and "has finished" in result.stderr
+
+
+def test_slices_whose_new_hosts_have_no_run(cloud):
+    # One slice was made again, and the others' processes have ended because its own are gone.
+    begin(cloud, RESTART, RESTART, "lost", "lost", queue="ACTIVE")
+    cloud.set(hosts=2, slices=2)
+    check(cloud.run("watch", *ALL, "--slices=2", script="tpu_pod.sh"))
+    look = ["queued-resources describe", "status"]
+    assert cloud.steps() == [*look, "kill", "queued-resources scp", "install", "start", *look]
+    assert cloud.trained() == [["reinforce_ada_jax", "--distributed", *RUN]] * 4
+
+
 def test_what_was_packed_first_is_started_again(cloud):
     # Work goes on in the checkout while a run is watched: a restart neither refuses that nor takes it along.
     begin(cloud, 1)
