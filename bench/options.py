@@ -58,7 +58,8 @@ INTEGERS = {
     "samples": (1, "Responses to each prompt of --requests."),
     "response_tokens": (
         None,
-        "Length of responses, if --lengths is not given; default 1024, for `update`, `serve` and `turns` 128.",
+        "Length of responses, if --lengths is not given; default 1024, for `update`, `serve` and `turns` 128, for "
+        "`long_responses` 65,536.",
     ),
     "prompts": (512, "Prompts of the `adaptive` workload."),
     "samples_per_round": (8, "Draws of one round of `adaptive`."),
@@ -122,6 +123,7 @@ USED = {
     "iteration": ("config", "model", "shape", *_LENGTHS, "against", "against_python", "micro_batches", "repeat", "seed",
                   "variants"),
     "learning": ("algorithms", "jobs", "learning_rates", "output", "own", "seeds", "task", "updates"),
+    "long_responses": (*_MODEL, "attention", "page_size", "prefill_tokens", "response_tokens", "slots", "window"),
     "loss": ("columns", "dtype", "repeat", "row_tokens", "rows", "words"),
     "preemption": ("config", "repeat"),
     "rollout": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "against", "against_python", "copy_mb", "drafts",

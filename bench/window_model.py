@@ -28,7 +28,7 @@ from reinforce_ada_jax.sampling.state import (
 )
 
 # The forecast is the engine's own function.
-expected_pages, admissible = jax.jit(admission.expected_pages), jax.jit(admission.admissible)
+admissible = jax.jit(admission.admissible)
 # (address, max_tokens) -> the tokens of the response, and True if max_tokens ended it.
 Respond = Callable[[np.ndarray, int], tuple[np.ndarray, bool]]
 
@@ -88,7 +88,7 @@ class WindowModel:
         self._open_prompts(inputs.opened)
         self._cancel(inputs.cancelled)
         self._enqueue(inputs)
-        reserve, expected = int(inputs.reserve), expected_pages(inputs.survivors)
+        reserve, survivors = int(inputs.reserve), inputs.survivors
         floor = min(reserve, int(self.state.pool.available))
 
         def choose_width() -> int:
@@ -119,7 +119,7 @@ class WindowModel:
 
         widths, last_width = o.widths, o.slots
         while True:
-            self._refill(reserve, expected)
+            self._refill(reserve, survivors)
             chosen = slots_lib.choose_work(self.state, decode_steps, len(ended), o.window)
             go_on, prefilling, decoding = map(bool, chosen)
             used = slots.used.copy()
@@ -212,7 +212,7 @@ class WindowModel:
         self.start = self.length.copy()
         queue.end[...] += inputs.count
 
-    def _refill(self, reserve: int, expected: jax.Array) -> None:
+    def _refill(self, reserve: int, survivors: np.ndarray) -> None:
         """Idle slots take requests from the head of the queue, in order, as many as are admissible."""
         slots, queue, prompts = self.state.slots, self.state.queue, self.state.prompts
         page_size = self.options.page_size
@@ -230,7 +230,7 @@ class WindowModel:
         limit[idle & (unready.cumsum() > 0)] = 0
         held = slots.used - slots.shared
         room = np.asarray(self.state.pool.available + held.sum() - reserve)
-        for slot in np.flatnonzero(admissible(expected, held, limit, room)).tolist():
+        for slot in np.flatnonzero(admissible(survivors, held, limit, room)).tolist():
             length = int(prompts.length[row[slot]])
             shared = (length - 1) // page_size
             queue.head[...] += 1

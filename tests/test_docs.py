@@ -413,6 +413,7 @@ RUN_BY = {
     "bench.accelerator": "tests/bench/test_accelerator.py::test_the_command_runs_all_parts",
     "bench.serve": "tests/bench/test_serve.py::test_the_server_beside_its_engine",
     "bench.turns": "tests/bench/test_turns.py::test_turns_beside_one_turn",
+    "bench.long_responses": "tests/bench/test_long_responses.py::test_costs_of_one_length",
     "bench.studies": "tests/bench/test_studies.py::test_what_strategies_climb",
     "bench.learning": "by hand: hours of two cores",
     "config": "tests/config/test_reference.py::test_the_page_is_the_one_in_docs",

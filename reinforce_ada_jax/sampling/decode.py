@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.transformer import Decoder, Execution, causal_attend, head_logits, run
-from reinforce_ada_jax.sampling import admission, draft_choice
+from reinforce_ada_jax.sampling import draft_choice
 from reinforce_ada_jax.sampling import drafts as drafts_lib
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import rings as rings_lib
@@ -112,7 +112,7 @@ def insert(
 def _refill(
     state: DecodeState,
     reserve: Int[Array, ""],
-    expected: Int[Array, "rows ahead"],
+    survivors: Int[Array, " width"],
     layout: Layout,
     options: EngineOptions,
     mesh: Mesh,
@@ -122,7 +122,7 @@ def _refill(
     wanted = (state.queue.head < state.queue.end) & ~jnp.all(before)
 
     def start(small, _):
-        small = slots_lib.start(small, options.page_size, reserve, expected)
+        small = slots_lib.start(small, options.page_size, reserve, survivors)
         return small, slots_lib.first_pages(small, ~before, options.page_size, layout)
 
     nothing = jnp.zeros((len(layout.first), options.slots), jnp.int32)
@@ -281,13 +281,22 @@ def decode_token(
 
 def _begin_window(state: DecodeState, inputs: WindowInputs, options: EngineOptions) -> DecodeState:
     """Closes and opens prompts, cancels and queues requests, and clears what the last window counted and finished."""
-    state = slots_lib.close_prompts(state, inputs.closing, options.page_size)
-    state = slots_lib.open_prompts(state, inputs.opened, options.page_size)
-    prompt_tokens = state.prompt_tokens.at[inputs.opened.row].set(inputs.opened.tokens, mode="drop")
+    opened = inputs.opened
+    num_opened = jnp.sum(opened.row < options.open_prompts, dtype=jnp.int32)
+
+    def change(small, other):
+        small = slots_lib.close_prompts(small, inputs.closing, options.page_size)
+        return slots_lib.open_prompts(small, opened, options.page_size), other
+
+    state, _ = _change(state, jnp.any(inputs.closing) | (num_opened > 0), change)
+    # One row after the other: most windows open few prompts, and rows may have 65,536 tokens.
+    prompt_tokens = jax.lax.fori_loop(
+        0, num_opened, lambda index, tokens: tokens.at[opened.row[index]].set(opened.tokens[index]), state.prompt_tokens
+    )
     state = state.replace(prompt_tokens=prompt_tokens)
     state = slots_lib.enqueue(slots_lib.cancel(state, inputs.cancelled), inputs, state.seed)
     if state.drafts is not None:
-        state = state.replace(drafts=drafts_lib.begin_window(state.drafts, inputs.opened, options.keep_drafts))
+        state = state.replace(drafts=drafts_lib.begin_window(state.drafts, opened, options.keep_drafts))
     size = options.output_rows
     new = jnp.where(jnp.arange(size) < inputs.count, inputs.requests.output_row, size)
     length = state.outputs.length.at[new].set(0, mode="drop")
@@ -320,7 +329,6 @@ def decode_window(
     state = _begin_window(state, inputs, options)
     # Prompts about to be opened count on `reserve` pages, or on as many as are free by now.
     floor = jnp.minimum(inputs.reserve, state.pool.available)
-    expected = admission.expected_pages(inputs.survivors)
 
     def compute_logprobs(index, carry, num_rows, rows):
         """Computes the first `num_rows` rows; slicing by the loop's index keeps all of it inside the loop."""
@@ -337,7 +345,7 @@ def decode_window(
 
     def decode_step(carry):
         state, computed, last_width, _ = carry
-        state = _refill(state, inputs.reserve, expected, layout, options, mesh)
+        state = _refill(state, inputs.reserve, inputs.survivors, layout, options, mesh)
         num_ended = jnp.sum(state.outputs.status != RUNNING)
         go_on, prefilling, decoding = slots_lib.choose_work(state, state.counts.decode_steps, num_ended, options.window)
         if state.routes is not None:  # the window ends before a chunk for whose routes it has no room

@@ -111,11 +111,11 @@ def enqueue(state: State, inputs: WindowInputs, seed: Int[Array, ""]) -> State:
     return state.replace(queue=queue.replace(requests=requests, end=queue.end + inputs.count))
 
 
-def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"]) -> Occupancy:
+def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], survivors: Int[Array, " width"]) -> Occupancy:
     """Moves requests from the head of the queue to idle slots, in order, each with the page of its first token.
 
     A request whose prompt is not prefilled yet delays those behind it: its prompt is next, and takes a few steps.
-    `reserve` pages stay free; `expected` is from `admission.expected_pages`.
+    `reserve` pages stay free; `survivors` is from `admission.Lengths`.
     """
     slots, queue, prompts = state.slots, state.queue, state.prompts
     width = slots.table.shape[1]
@@ -131,7 +131,7 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
     limit = pages_lib.own_pages(length, max_tokens, page_size)
     ready = slots.active | ((number < queue.end) & (prompts.cached[row] >= length - 1))
     limit = jnp.where(slots.active | (jnp.cumsum(~ready) == 0), limit, 0)
-    taken = admission.admissible(expected, held, limit, room)
+    taken = admission.admissible(survivors, held, limit, room)
     pool, own = pages_lib.allocate(state.pool, taken.astype(jnp.int32), 1)
 
     column = jnp.arange(width)[None]

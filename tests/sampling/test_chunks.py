@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.policy.transformer import LayerPlace
+from reinforce_ada_jax.sampling import chunks
 from reinforce_ada_jax.sampling.chunks import chunk_attention, next_chunk, visible_pages
 from reinforce_ada_jax.sampling.page_writes import write_pages
 from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention
@@ -44,6 +45,24 @@ def test_visible_pages_are_in_the_order_of_the_tables():
     assert pages.page.tolist()[:4] == [7, 2, 9, 3] and pages.column.tolist()[:4] == [0, 1, 2, 0]
     assert int(pages.num_pages) == 4 and not pages.page[4:].any()
     assert int(visible_pages(table, jnp.zeros(3, jnp.int32), 4, 11).num_pages) == 0
+
+
+@pytest.mark.parametrize("entries", [4, 8, 2**15])  # one, two and all tables at a time
+def test_only_the_last_token_of_a_prompt_has_its_table_searched(entries, monkeypatch):
+    """A chunk of three prompts: the second one begins with two pages of the first. Pages of 4 tokens."""
+    monkeypatch.setattr(chunks, "ENTRIES_AT_A_TIME", entries)
+    prompts = jnp.array([[7, 2, 9, 4], [7, 2, 5, 0], [3, 8, 0, 0]])
+    row, lengths = jnp.array([0, 0, 0, 1, 1, 2, 2, 2]), jnp.array([11, 12, 13, 9, 10, 1, 0, 0])
+    pages = visible_pages(prompts[row], lengths, 4, 11, row=row)
+    alone = visible_pages(prompts[row], lengths, 4, 11)
+    assert int(pages.num_pages) == 6
+    assert pages.page.tolist()[:6] == [7, 2, 9, 4, 5, 3] and pages.column.tolist()[:6] == [0, 1, 2, 3, 2, 0]
+    jax.tree.map(np.testing.assert_array_equal, pages, alone)
+    # Of rings those of the last six tokens: the first query of a prompt sees the oldest of them.
+    start = jnp.maximum(lengths - 6, 0)
+    pages = visible_pages(prompts[row], lengths, 4, 11, start, row)
+    assert pages.page.tolist()[:5] == [2, 9, 4, 7, 5]
+    jax.tree.map(np.testing.assert_array_equal, pages, visible_pages(prompts[row], lengths, 4, 11, start))
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
