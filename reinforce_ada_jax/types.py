@@ -13,7 +13,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -313,9 +313,11 @@ class CuttableQueue(RequestQueue, Protocol):
 
     Attributes:
       cuts_at_end: the sampler sets it, if it cuts what runs at the end. `take_prefetch` then has requests to the end.
+      running: the sampler sets it, if its responses can go on later; returns the tokens so far of what runs.
     """
 
     cuts_at_end: bool
+    running: Callable[[], Sequence[Response]]
 
     def is_complete(self) -> bool:
         """Returns True once all prompts of this collection are closed: what still runs is for later ones."""

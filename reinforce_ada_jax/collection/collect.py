@@ -23,6 +23,7 @@ from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, Req
 SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
 OnProgress = Callable[[int, int], None]
 EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]
+RolloutsSoFar = Callable[[], dict[str, PartialRollouts]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,6 +62,8 @@ class CarriedRollouts:
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
     # `collect` adds the rollouts of every prompt if the sampler or `on_progress` raises.
     broken_off: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+    # Called after every yield, with a function that returns what `broken_off` would get: it may be stored for a kill.
+    keep: Callable[[RolloutsSoFar], None] = lambda _: None
 
 
 def collect(
@@ -106,6 +109,10 @@ def collect(
         if on_progress is not None:
             on_progress(queue.num_closed, queue.num_responses)
 
+    def so_far(*, running: bool = True) -> dict[str, PartialRollouts]:
+        # A trajectory can't be graded again, so only rounds that have their verdicts are resumed.
+        return _partial(queue.prompts, queue.begun() if running else {}, finished_rounds=turns is not None)
+
     verdicts = VerificationQueue(verify_fn, deterministic=options.deterministic, waiting=report)
     queue = CollectionQueue(
         states, later, strategy, verdicts,
@@ -119,14 +126,14 @@ def collect(
         for responses in sampled:
             offered.receive(responses)
             report()
+            carried.keep(so_far)
         queue.finish()
     except Exception:
         if isinstance(sampled, Generator):
             sampled.close()  # it hands over the tokens of what runs
-        # A trajectory can't be graded again, so only rounds that have their verdicts are resumed.
-        carried.broken_off.update(_partial(queue.prompts, finished_rounds=turns is not None))
+        carried.broken_off.update(so_far(running=False))
         raise
-    prefetch.partial.update(_partial([rollouts for rollouts in queue.prompts if rollouts.prefetch]))
+    prefetch.partial.update(_partial([rollouts for rollouts in queue.prompts if rollouts.prefetch], {}))
     return [rollouts.pool(strategy) for rollouts in queue.prompts if not rollouts.prefetch]
 
 
@@ -139,9 +146,14 @@ def _resumed(states: Iterable[PromptRollouts], partial: Mapping[str, PartialRoll
     return found
 
 
-def _partial(prompts: Sequence[PromptRollouts], *, finished_rounds: bool = False) -> dict[str, PartialRollouts]:
+def _partial(
+    prompts: Sequence[PromptRollouts], running: Mapping[str, Sequence[Response]], *, finished_rounds: bool = False
+) -> dict[str, PartialRollouts]:
     """Returns the rollouts so far of the prompts that have any; with `finished_rounds` those of finished rounds."""
-    partial = {rollouts.prompt.id: rollouts.partial(finished_rounds=finished_rounds) for rollouts in prompts}
+    partial = {
+        rollouts.prompt.id: rollouts.partial(running.get(rollouts.prompt.id, ()), finished_rounds=finished_rounds)
+        for rollouts in prompts
+    }
     return {name: rollouts for name, rollouts in partial.items() if any(rollouts.responses) or rollouts.begun}
 
 

@@ -58,9 +58,13 @@ class PromptRollouts:
         if len(self.verdicts) < len(self.responses):
             self.phase = Phase.SAMPLING if None in self.responses else Phase.VERIFYING
 
-    def partial(self, *, finished_rounds: bool = False) -> PartialRollouts:
-        """Returns the draws so far, or those of finished rounds, for another collection to resume from."""
-        responses, sizes, begun = self.responses, self.round_sizes, tuple(self.begun.values())
+    def partial(self, running: Iterable[Response] = (), *, finished_rounds: bool = False) -> PartialRollouts:
+        """Returns the draws so far, or those of finished rounds, for another collection to resume from.
+
+        `running` are the tokens so far of draws that are not in `begun`, or have more tokens there.
+        """
+        cut = self.begun | {each.draw: each for each in running if each.draw < len(self.responses)}
+        responses, sizes, begun = self.responses, self.round_sizes, tuple(cut.values())
         if finished_rounds:
             responses, sizes, begun = responses[: len(self.verdicts)], sizes[: self.rounds], ()
         return PartialRollouts(tuple(responses), tuple(self.verdicts), self.rounds, tuple(sizes), begun)

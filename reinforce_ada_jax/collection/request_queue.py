@@ -3,7 +3,7 @@
 import collections
 import heapq
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import kept_draws
@@ -56,6 +56,7 @@ class CollectionQueue:
         self._newly_closed: list[str] = []
         self.num_responses = 0  # received so far
         self.cuts_at_end = False
+        self.running: Callable[[], Sequence[Response]] = tuple
         self._begin(prompts)
 
     def _begin(self, prompts: Sequence[PromptRollouts]) -> None:
@@ -110,6 +111,15 @@ class CollectionQueue:
     def keep(self, cut: Iterable[Response]) -> None:
         for response in map(self._whole, cut):
             self._by_id[response.prompt_id].add(response)
+
+    def begun(self) -> dict[str, list[Response]]:
+        """Returns the tokens so far of what runs, by prompt id; nothing changes, so the sampler goes on."""
+        found: dict[str, list[Response]] = {}
+        for response in self.running():
+            request = self._following.get(response.prompt_id)
+            whole = response if request is None or request.begun is None else joined(request.begun, response)
+            found.setdefault(whole.prompt_id, []).append(whole)
+        return found
 
     def wait(self) -> bool:
         finished = self._verification.read_next()

@@ -26,9 +26,10 @@ class CollectedShard:
 
     @property
     def num_responses(self) -> int:
-        """Number of responses in pools and partial rollouts."""
+        """Number of responses in pools and partial rollouts, also of those that have only begun."""
         rollouts = [*self.pools, *self.partial.values()]
-        return sum(response is not None for each in rollouts for response in each.responses)
+        ended = sum(response is not None for each in rollouts for response in each.responses)
+        return ended + sum(len(each.begun) for each in self.partial.values())
 
 
 def partial_of(pool: Pool) -> PartialRollouts:

@@ -20,6 +20,7 @@ from reinforce_ada_jax.config.resume import (
     with_saved_dtype,
 )
 from reinforce_ada_jax.config.rules import (
+    begun_tokens,
     check,
     check_strategy,
     least_pages,

@@ -18,6 +18,9 @@ from reinforce_ada_jax.config.paths import check_input, check_source
 from reinforce_ada_jax.config.settings import INSTRUCTION, SYSTEM, Config
 from reinforce_ada_jax.config.values import check_values
 
+# Responses of more tokens go on after the run was told to end. At 20 ms a token drawing 4,096 again takes 82 s.
+LONG_RESPONSE = 4096
+
 
 def longest_response(config: Config) -> int:
     """Returns the most tokens of any response, in training or evaluation."""
@@ -37,15 +40,36 @@ def longest_turn(config: Config) -> int:
     return min(longest_response(config), of_turn or longest_response(config))
 
 
+def begun_tokens(config: Config) -> int:
+    """Returns the most tokens of a response that goes on where it was cut, or broken off; 0 if none does.
+
+    Without `collection.overlap` = in_flight these are responses that ran when the run was told to end. Short ones are
+    drawn again, since each prompt row of an engine has room for these tokens. So they are where `sampling.pages` has
+    no room for such a prompt, and in an environment, whose unfinished trajectories can't go on.
+    """
+    sampling, most = config.sampling, config.sampling.max_response_tokens - 1
+    if config.collection.overlap == "in_flight":
+        return most
+    if most < LONG_RESPONSE or config.environment.path:
+        return 0
+    return most if sampling.pages == 0 or sampling.pages >= _pages_beside(config, most) else 0
+
+
 def least_pages(config: Config) -> int:
     """Returns the smallest number of pages in which one response always finds room.
 
-    The longest prompt holds its pages; that of a response that goes on (collection.overlap) has all its tokens but one.
+    The longest prompt holds its pages; that of a response that goes on has all its tokens but one.
+    """
+    return _pages_beside(config, begun_tokens(config))
+
+
+def _pages_beside(config: Config, begun: int) -> int:
+    """Returns the pages of the longest prompt, with tokens of a response at its end, and of one response beside it.
+
     A draw has its own pages, from the prompt's last, partly filled one on. One page is reserved: idle slots and padding
     write there.
     """
     prompt, page_size = longest_prompt(config), config.sampling.page_size
-    begun = config.sampling.max_response_tokens - 1 if config.collection.overlap == "in_flight" else 0
     return math.ceil((prompt + begun) / page_size) + math.ceil((prompt + longest_turn(config)) / page_size) + 1
 
 

@@ -193,9 +193,10 @@ class _Session:
         # Of all windows; where other processes decode too, of the last window.
         self.decode_steps = np.zeros(self.engine.replicas, np.int64)
         self.outcome = _WORKING  # of the votes on the last window that was read
-        self._cuts = False
+        self._cuts = self._keeps = False
         if self.engine.options.begun_tokens and isinstance(queue, CuttableQueue):
-            self._cuts = queue.cuts_at_end = True
+            self._keeps, queue.running = True, self._begun
+            self._cuts = queue.cuts_at_end = not self.engine.options.finishes
         self.voted_before_cut: WindowOutputs | None = None  # submitted when all cut
         self.read_at = time.monotonic()
 
@@ -345,9 +346,13 @@ class _Session:
 
     def _keep_begun(self) -> None:
         """Gives the queue the tokens so far of what runs, if it can go on later."""
-        if isinstance(self.queue, CuttableQueue) and self._cuts:
-            for scheduler in self.schedulers:
-                self.queue.keep(scheduler.begun(self.terms.policy_version))
+        if isinstance(self.queue, CuttableQueue) and self._keeps:
+            self.queue.keep(self._begun())
+
+    def _begun(self) -> list[Response]:
+        """Returns the tokens so far of what runs, by the last window read."""
+        version = self.terms.policy_version
+        return [response for scheduler in self.schedulers for response in scheduler.begun(version)]
 
     def _add(self, requests: Sequence[Request]) -> None:
         """Gives each request to the replica with its prompt or last turn; else to the one with the least to do."""

@@ -47,6 +47,7 @@ class Scheduler:
         self.budget, self.rows, self._prefixes = PageBudget(options), Rows(options), Prefixes(options)
         self._routes = ReportedRoutes(options) if options.records_experts else None
         self._lengths = Lengths(options.table_width)
+        self._rest: dict[str, int] = {}  # most pages that a response which goes on still needs, by its prompt's id
         self._unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
         self._ready: collections.deque[Request] = collections.deque()  # of open prompts
         self._cancelled: set[Request] = set()  # on the device, with the next window
@@ -93,6 +94,9 @@ class Scheduler:
         """Adds a request; its prompt is opened if it is new and there is room."""
         prompt = request.prompt
         self._has_turns |= bool(request.continues)
+        if request.begun is not None and self.options.finishes:
+            rest = self.options.max_response_tokens - len(request.begun.tokens)
+            self._rest[prompt.id] = own_pages(len(prompt.tokens), rest, self.options.page_size)
         if prompt.id in self.rows.prompts or (not self._unopened and self._open(prompt, 1)):
             self._ready.append(request)
         else:
@@ -108,15 +112,19 @@ class Scheduler:
                 break
             self._ready.extend(self._unopened.pop(prompt_id))
 
-    def _pages_for_responses(self, more: int = 0) -> int:
-        """Returns the pages that started and ready requests, and `more` of them, are expected to hold in slots.
+    def _pages_for_responses(self, more: int = 0, prompt_id: str = "") -> int:
+        """Returns the pages that started and ready requests, and `more` of a prompt, are expected to hold in slots.
 
         Without it prompts would take all pages but one response's where pages are few, and most slots would be idle.
         Where nothing has started there is no such limit, so some prompt is always open.
         """
-        begun = len(self.rows.in_flight) + len(self._ready)
-        running = min(self.options.slots, begun + more) if begun else 0
-        return math.ceil(running * self._lengths.mean())
+        started = len(self.rows.in_flight) + len(self._ready)
+        running, mean = min(self.options.slots, started + more) if started else 0, self._lengths.mean()
+        if not self._rest:
+            return math.ceil(running * mean)
+        ids = [request.prompt.id for request in (*self.rows.in_flight.values(), *self._ready)] + more * [prompt_id]
+        expected = sorted((min(mean, self._rest.get(each, mean)) for each in ids), reverse=True)
+        return math.ceil(sum(expected[:running]))
 
     def _open(self, prompt: Prompt, requests: int) -> bool:
         """Opens a prompt with this number of requests, if there is room."""
@@ -150,7 +158,7 @@ class Scheduler:
         """Returns True if the prompt finds a row and pages; also those that the next window releases if asked."""
         has_row = opened.row >= 0 or bool(self.rows.free_prompt_rows)
         has_row |= after_closing and bool(self.rows.closing.any())
-        for_responses = self._pages_for_responses(requests)
+        for_responses = self._pages_for_responses(requests, prompt.id)
         return has_row and self.budget.fits(prompt, opened.shared, for_responses, after_closing=after_closing)
 
     # ---- trajectories ------------------------------------------------------------------------------------------------
@@ -204,6 +212,7 @@ class Scheduler:
 
     def _close_prompt(self, prompt_id: str) -> None:
         self._next_turns.discard(prompt_id)
+        self._rest.pop(prompt_id, None)
         self._close_row(self.rows.prompts.pop(prompt_id))
 
     def _close_parked(self, next_id: str) -> None:

@@ -25,6 +25,7 @@ from reinforce_ada_jax.config import (
     CollectionConfig,
     Config,
     EvaluationConfig,
+    begun_tokens,
     collection_rules,
     least_pages,
     longest_prompt,
@@ -232,7 +233,8 @@ def engine_options(
         open_prompts += slots
     options = EngineOptions(
         slots=slots,
-        begun_tokens=sampling.max_response_tokens - 1 if in_flight else 0,
+        begun_tokens=begun_tokens(config),
+        finishes=begun_tokens(config) > 0 and not in_flight,
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,
@@ -307,9 +309,10 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
     slots, reason = choose_slots(config, architecture, platform, strategy)
     options = engine_options(config, architecture, tokenizer.stop_ids, slots)
     # Commands that do not train: weights may be read in the type of decoding, without a second copy of them; nobody
-    # learns from experts; and prompts with one system message share its pages, which rings cannot.
+    # learns from experts; prompts with one system message share its pages, which rings cannot; and what they break off
+    # is drawn again.
     if strategy is None:
-        options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0)
+        options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0, begun_tokens=0)
     options = with_drafts(options, architecture, config.sampling.drafts, platform)
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)

@@ -11,7 +11,13 @@ import numpy as np
 
 from reinforce_ada_jax.collection import selection
 from reinforce_ada_jax.collection.advantages import Group, make_group
-from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, EstimateFn, collect
+from reinforce_ada_jax.collection.collect import (
+    CarriedRollouts,
+    CollectOptions,
+    EstimateFn,
+    RolloutsSoFar,
+    collect,
+)
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics, turn_metrics
 from reinforce_ada_jax.collection.selection import Choice
@@ -116,8 +122,12 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
             _estimate_fn(run, source),
             {**source.partial_rollouts, **stored.partial},
             upcoming,
-            CollectedShard([]) if run.journal is None else run.journal.begin(source.iteration),
         )
+        if run.journal is not None:
+            job = dataclasses.replace(
+                job, broken_off=run.journal.begin(source.iteration),
+                keep=functools.partial(run.journal.keep, source.iteration),
+            )  # fmt: skip
         pools, counts = _collect_fn(run, source, stop)(job)
         collected = CollectedShard(pools, upcoming.partial, dict(counts + collections.Counter(stored.counts)))
     for pool in collected.pools:
@@ -170,6 +180,12 @@ def draw_fn(
             rate = rollouts.counts.tokens / (time.monotonic() - begin)
             stop.check(f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
 
+        def counts() -> dict[str, float | int]:
+            return dataclasses.asdict(rollouts.counts)
+
+        def keep(so_far: RolloutsSoFar) -> None:
+            job.keep(lambda: CollectedShard([], so_far(), counts()))
+
         options = CollectOptions(
             replacements=job.replacements,
             estimate_fn=job.estimate_fn,
@@ -182,13 +198,13 @@ def draw_fn(
         try:
             pools = collect(
                 job.prompts, sample_fn, verify, job.strategy, options,
-                carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial),
+                carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial, keep),
                 turns=turns, on_progress=on_progress,
             )  # fmt: skip
         except Interrupted:
-            job.broken_off.counts.update(dataclasses.asdict(rollouts.counts))
+            job.broken_off.counts.update(counts())
             raise
-        return pools, collections.Counter(dataclasses.asdict(rollouts.counts))
+        return pools, collections.Counter(counts())
 
     return draw_job
 

@@ -1,14 +1,16 @@
 """Journal of graded responses of iterations that no checkpoint holds yet, for a resumed run.
 
 Drawing takes most of an iteration, and its result is small: 8 bytes a token. So each collection is written to a file
-when it is complete, and one that a request to end breaks off is written with the responses so far. The file names the
-weights by their fingerprints. A resumed run that reaches the iteration with these weights takes the responses from the
-file; they have the bits that drawing again would give. The file is removed once a checkpoint has the iteration.
+when it is complete, and one that a request to end breaks off is written with the responses so far. For a kill a single
+process also writes those of a collection that goes on, at most once a minute. The file names the weights by their
+fingerprints. A resumed run that reaches the iteration with these weights takes the responses from the file; they have
+the bits that drawing again would give. The file is removed once a checkpoint has the iteration.
 """
 
 import hashlib
 import json
 import pathlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ from reinforce_ada_jax.collection.serialization import CollectedShard, from_byte
 from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files.durable import write_atomically
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.training import fingerprints
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import PartialRollouts, Prompt
@@ -24,6 +27,9 @@ FOLDER, SUFFIX = "unfinished", ".responses"  # in the work directory; a line of 
 TOKEN_BYTES = 8
 # Limit of all files, 250 million tokens, so that they fill no disk. A resumed run draws further ones again.
 MOST_BYTES = 2 * 10**9
+# Seconds between two writings of a collection that goes on, and its most share of the time: 120 MB, 15 million tokens,
+# take a second or two.
+EVERY_S, MOST_SHARE = 60.0, 0.02
 
 
 class ResponseJournal:
@@ -37,18 +43,21 @@ class ResponseJournal:
         limit_bytes: int = MOST_BYTES,
         broken_off: bool,
         ready: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """Finds the files of an earlier start; all processes must call it.
 
         Files of a run with another identity are not used, and all files together have at most `limit_bytes`. With
         `broken_off` the responses of an incomplete collection are stored, too. A resumed run draws the missing ones in
         other slots, so this needs devices, or numerics, that round alike in each slot. `ready` waits until the program
-        of the fingerprints is compiled.
+        of the fingerprints is compiled; `clock` counts seconds.
         """
         self._folder, self._limit_bytes = workdir / FOLDER, limit_bytes
         self._identity, self._ready = json_hash(identity), ready
         self._stores_broken_off = broken_off
         self._broken_off: dict[int, CollectedShard] = {}
+        self._clock, self._next_at = clock, 0.0  # when a collection that goes on is written
+        self._before: tuple[int, LearnerState] | None = None  # iteration, and the weights that it is drawn from
         files = self._folder.glob(f"*{SUFFIX}") if processes.is_writer() else ()
         found = json.dumps([int(file.stem) for file in files if file.stem.isdecimal()])
         self._found: set[int] = set(json.loads(processes.of_writer(found)))
@@ -61,24 +70,29 @@ class ResponseJournal:
     def read(self, state: RunState, prompts: Iterable[Prompt]) -> CollectedShard | None:
         """Returns what is stored of the iteration after `state`, if it was drawn from the weights of `state`.
 
-        The record has the pools of all prompts if the collection was complete, otherwise the rollouts so far.
+        The record has the pools of all prompts if the collection was complete, otherwise the rollouts so far. What is
+        collected from now on is of these weights (`keep`).
         """
         iteration = state.iteration + 1
+        self._before, self._next_at = (iteration, state.learner), self._clock() + EVERY_S
         if iteration not in self._found:
             return None
         self._found.discard(iteration)
         file = self._file(iteration)
         own = processes.exchange(file.read_bytes() if processes.is_writer() and file.exists() else b"")[0]
         header, _, content = own.partition(b"\n")
-        return from_bytes(content, prompts) if header == self._header(state, content) else None
+        return from_bytes(content, prompts) if header == self._header(iteration, state.learner, content) else None
 
     def write(self, state: RunState, collected: CollectedShard) -> bool:
         """Stores the collection of the iteration after `state`; False if it is too large. Every process calls it."""
+        return self._write(state.iteration + 1, state.learner, collected)
+
+    def _write(self, iteration: int, learner: LearnerState, collected: CollectedShard) -> bool:
         content = to_bytes(collected)
-        header = self._header(state, content)
+        header = self._header(iteration, learner, content)
         if not processes.is_writer():
             return True
-        file = self._file(state.iteration + 1)
+        file = self._file(iteration)
         others = sum(other.stat().st_size for other in self._folder.glob(f"*{SUFFIX}") if other != file)
         if others + len(content) > self._limit_bytes:
             return False
@@ -97,6 +111,22 @@ class ResponseJournal:
         saved = CollectedShard([], _within(collected.partial, self._limit_bytes), collected.counts)
         return saved.num_responses if self.write(state, saved) else 0
 
+    def keep(self, iteration: int, so_far: Callable[[], CollectedShard]) -> None:
+        """Stores what is collected so far, if that is due: what a kill costs is then a minute of drawing.
+
+        Only where the responses of a broken collection are stored, and only a single process: several would have to
+        meet.
+        """
+        begin = self._clock()
+        if begin < self._next_at or not self._stores_broken_off or processes.total() > 1:
+            return
+        if self._before is not None and self._before[0] == iteration:
+            collected = so_far()
+            partial = _within(collected.partial, self._limit_bytes)
+            self._write(*self._before, CollectedShard([], partial, collected.counts))
+        now = self._clock()
+        self._next_at = now + max(EVERY_S, (now - begin) / MOST_SHARE)
+
     def forget(self, iteration: int) -> None:
         """Removes the files of iterations up to this one, which a complete checkpoint has."""
         if processes.is_writer():
@@ -107,13 +137,13 @@ class ResponseJournal:
     def _file(self, iteration: int) -> pathlib.Path:
         return self._folder / f"{iteration:06d}{SUFFIX}"
 
-    def _header(self, state: RunState, content: bytes) -> bytes:
+    def _header(self, iteration: int, learner: LearnerState, content: bytes) -> bytes:
         """Returns the first line of a file: identity of the run, iteration, weights and hash of the content."""
         self._ready()
         record = {
             "identity": self._identity,
-            "iteration": state.iteration + 1,
-            "weights": fingerprints.numbers(state.learner),
+            "iteration": iteration,
+            "weights": fingerprints.numbers(learner),
             "sha256": hashlib.sha256(content).hexdigest(),
         }
         return json.dumps(record).encode()

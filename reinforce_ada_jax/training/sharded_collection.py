@@ -39,6 +39,8 @@ class Job:
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))  # prompts of the next collections
     # Filled if the collection ends early, also with the counts of its sampler.
     broken_off: CollectedShard = dataclasses.field(default_factory=lambda: CollectedShard([]))
+    # Called with a function that returns what `broken_off` would get, whenever it may be stored.
+    keep: Callable[[Callable[[], CollectedShard]], None] = lambda _: None
 
 
 @dataclasses.dataclass(frozen=True)

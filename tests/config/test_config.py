@@ -170,6 +170,25 @@ def test_a_barrier_needs_pages_for_every_prompt_and_forbids_overlap():
     config_lib.check(changed(**barrier))
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0),  # 4,096 tokens are drawn again
+        ({"sampling.max_response_tokens": 4097}, 4096),
+        ({"collection.overlap": "in_flight"}, 4095),
+        ({"sampling.max_response_tokens": 65_536, "environment.path": "mine.py"}, 0),
+        # Pages of 64 tokens: 1,024 of the prompt and 8,191 of the response, beside 16 and 128.
+        ({"sampling.max_response_tokens": 8192, "sampling.pages": 144 + 144 + 1}, 8191),
+        ({"sampling.max_response_tokens": 8192, "sampling.pages": 144 + 144}, 0),
+    ],
+)
+def test_long_responses_go_on_after_the_run_was_told_to_end(changes, expected):
+    config = changed(**{"sampling.max_response_tokens": 4096, "data.max_prompt_tokens": 1024} | changes)
+    assert rules.begun_tokens(config) == expected
+    if changes.get("sampling.pages"):
+        config_lib.check(config)  # fewer pages are no mistake
+
+
 @pytest.mark.parametrize("strategy", ["positive", "balance"])
 def test_a_group_must_fit_into_one_round(strategy):
     sizes = {"collection.strategy": strategy, "collection.group_size": 16, "collection.samples_per_round": 8}

@@ -1,5 +1,6 @@
 """Responses that are cut at the end of a collection and go on in the next one (`collection.overlap` = in_flight)."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -9,11 +10,13 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import CarriedRollouts, collect
+from reinforce_ada_jax.collection.continuation import following
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.learning.batch import Example, make_batch
+from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Request, Response, Verdict
 from tests.sampling import tiny
 
 NOW, THEN = tiny.PROMPTS[:1], tiny.PROMPTS[3:]
@@ -77,9 +80,11 @@ def test_each_token_has_the_log_probability_of_the_weights_that_drew_it():
         assert np.asarray(gaps[1 - version])[mask].mean() > 1e-2
 
 
-def test_without_it_the_responses_are_waited_for():
-    prefetch = Prefetch(THEN)
-    collected(tiny.rollouts(), NOW, tiny.params(), 0, prefetch=prefetch)
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_without_it_the_responses_are_waited_for(goes_on):
+    """Also where responses of a collection that is broken off go on."""
+    prefetch, rollouts = Prefetch(THEN), in_flight(finishes=True) if goes_on else tiny.rollouts()
+    collected(rollouts, NOW, tiny.params(), 0, prefetch=prefetch)
     assert prefetch.partial and not any(rollouts.begun for rollouts in prefetch.partial.values())
 
 
@@ -90,27 +95,41 @@ def test_a_prompt_and_the_most_of_a_response_are_accepted():
         options.check_prompt(tiny.OPTIONS.max_prompt_tokens + tiny.LIMIT)
 
 
-def test_a_collection_that_is_broken_off_keeps_the_tokens_of_what_runs():
-    """As after a request to end: its responses go on, and are those of a collection that was not broken off."""
-    rollouts, sampling, carried = in_flight(), SamplingParams(tiny.LIMIT), CarriedRollouts()
-    sample_fn = rollouts.sampler(tiny.params(), stream=1, sampling=sampling)
+@pytest.mark.parametrize("how", ["in flight", "finished", "invariant", "killed"])
+def test_a_collection_that_is_broken_off_keeps_the_tokens_of_what_runs(how):
+    """As after a request to end: its responses go on, and are those of a collection that was not broken off.
 
-    windows = itertools.count(1)
+    For a kill the same is stored while the collection goes on.
+    """
+    numerics = {"attention": "invariant"} if how == "invariant" else {}
+    rollouts, sampling = in_flight(finishes=how != "in flight", **numerics), SamplingParams(tiny.LIMIT)
+    sample_fn = rollouts.sampler(tiny.params(), stream=1, sampling=sampling)
+    windows, stored = itertools.count(1), {}
 
     def stop(*_):
-        if next(windows) == 9:  # in the middle of the second six responses
+        if next(windows) == 9 and how != "killed":  # in the middle of the second six responses
             raise Interrupted
 
-    with pytest.raises(Interrupted):
+    def keep(so_far):
+        if next(windows) < 18:  # two numbers a window
+            stored.clear()
+            stored.update(so_far())
+
+    carried = CarriedRollouts(keep=keep) if how == "killed" else CarriedRollouts()
+    with contextlib.nullcontext() if how == "killed" else pytest.raises(Interrupted):
         collect(THEN, sample_fn, tiny.verdicts, STRATEGY, carried=carried, on_progress=stop)
-    partial = partial_from_text(partial_to_text(carried.broken_off))
+    partial = partial_from_text(partial_to_text(carried.broken_off or stored))
     begun = [response for rollouts in partial.values() for response in rollouts.begun]
     assert len(begun) >= 2 and all(response.is_cut for response in begun)
     sample_fn = rollouts.sampler(tiny.params(), stream=1, sampling=sampling)
     pools = collect(THEN, sample_fn, tiny.verdicts, STRATEGY, carried=CarriedRollouts(partial))
     samples = tiny.samples(pools)
     assert not any(response.versions for response in samples.values())  # of one version throughout
-    tiny.assert_same(tiny.draw(tiny.rollouts(), prompts=THEN, stream=1), samples, prompts=THEN, stream=1)
+    unbroken = tiny.draw(tiny.rollouts(**numerics), prompts=THEN, stream=1)
+    tiny.assert_same(unbroken, samples, prompts=THEN, stream=1)
+    if how == "invariant":  # to the bit: a token of a prompt has the products of a drawn one
+        for address, response in samples.items():
+            np.testing.assert_array_equal(response.logprobs, unbroken[address].logprobs)
     kept = sum(
         len(response.tokens)
         for rollouts in partial.values()
@@ -118,6 +137,19 @@ def test_a_collection_that_is_broken_off_keeps_the_tokens_of_what_runs():
         if response
     )
     assert rollouts.counts.tokens == sum(len(response.tokens) for response in samples.values()) - kept
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_responses_that_go_on_are_expected_to_hold_what_they_lack(finishes):
+    """So all slots are busy at once after a resume. In flight, runs keep the order that they had."""
+    prompt = tiny.PROMPTS[4]
+    # Six prompts of 17 + 10 tokens hold 7 pages each, and one response 8; the null page.
+    options = dataclasses.replace(in_flight().engine.options, finishes=finishes, pages=6 * 7 + 8 + 1)
+    scheduler = Scheduler(options)
+    for draw in range(options.slots):
+        begun = Response(prompt.id, draw, np.arange(10, dtype=np.int32), np.zeros(10, np.float32), False, is_cut=True)
+        scheduler.add(following(Request(prompt, draw, begun=begun)))
+    assert (scheduler.num_unopened == 0) == finishes
 
 
 @pytest.mark.slow  # test_engine.py has the fewest pages, and the tests above have others

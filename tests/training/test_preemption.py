@@ -18,8 +18,8 @@ SETTINGS = {
     "sampling.slots": 8, "sampling.window": 4, "logging.sampled_prompts": 8, "logging.trackers": "",
     "learning.micro_batches": 4,
 }  # fmt: skip
-# With invariant numerics a response has the same bits in another slot, so that a CPU keeps a broken collection.
-# They are for one device; two processes draw a broken collection again.
+# With invariant numerics a response has the same bits in another slot, so that a CPU keeps a broken collection, and
+# unfinished responses go on. They are for one device; two processes draw a broken collection again.
 OF_PROCESSES = {1: {"model.numerics": "invariant"}, 2: {"mesh.fsdp": 2}}
 SIGTERMS = 20
 PHASES = ("collecting", "updating", "evaluating", "collecting", "")  # "": the first of them, such as compiling
@@ -31,18 +31,20 @@ OF_THE_ENGINE = re.compile(
 # Trains with one micro-batch in a program, so that an update can be broken off.
 UNHARMED = """
 import runpy
+from reinforce_ada_jax.config import rules
 from reinforce_ada_jax.learning import platform
 
-platform.PROGRAM_S = 0.0
+platform.PROGRAM_S, rules.LONG_RESPONSE = 0.0, 1
 runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 """
 # Ends itself, a moment after it has shown for the N-th time that it is in a phase (any of them: "").
 AT_A_PHASE = """
 import os, runpy, signal, threading
+from reinforce_ada_jax.config import rules
 from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.reporting import progress
 
-platform.PROGRAM_S = 0.0
+platform.PROGRAM_S, rules.LONG_RESPONSE = 0.0, 1
 left = {number}
 
 def phase(self, text, original=progress.Progress.phase):
@@ -60,10 +62,11 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 # Ends itself inside its third update, which is the first one of iteration 2.
 IN_AN_UPDATE = """
 import os, runpy, signal
+from reinforce_ada_jax.config import rules
 from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.update import UpdatePrograms
 
-platform.PROGRAM_S = 0.0
+platform.PROGRAM_S, rules.LONG_RESPONSE = 0.0, 1
 updates = 0
 
 def update(self, state, batch, base, version, between, original=UpdatePrograms.__call__):

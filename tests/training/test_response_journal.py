@@ -36,8 +36,8 @@ def state(iteration, weight=1.0) -> RunState:
     return RunState(learner, {}, iteration)
 
 
-def opened(workdir, identity=IDENTITY, limit_bytes=10**6, broken_off=True) -> ResponseJournal:
-    return ResponseJournal(workdir, identity, limit_bytes=limit_bytes, broken_off=broken_off)
+def opened(workdir, identity=IDENTITY, limit_bytes=10**6, broken_off=True, **clock) -> ResponseJournal:
+    return ResponseJournal(workdir, identity, limit_bytes=limit_bytes, broken_off=broken_off, **clock)
 
 
 def test_a_complete_collection_comes_back_with_its_counts(tmp_path):
@@ -76,6 +76,33 @@ def test_a_collection_that_was_broken_off_is_kept_where_other_slots_give_the_sam
     assert found.pools == [] and found.counts == {"tokens": 9}
     assert found.partial["b"].verdicts == PARTIAL["b"].verdicts and found.partial["b"].responses[2] is None
     assert found.partial["b"].responses[1].tokens.tolist() == [1, 1, 1]
+
+
+def test_a_collection_that_goes_on_is_stored_once_a_minute(tmp_path):
+    """For a kill; where writing takes long, less often: at most 2 % of the time."""
+    # The clock is asked once by `read`, and by `keep` when it begins and, if that is due, after it has written.
+    times = iter([0, 59, 60, 61, 119, 121, 131, 600, 631, 632])
+    kept = opened(tmp_path, clock=lambda: float(next(times)))
+    assert kept.read(state(6), PROMPTS) is None  # at 0 s
+    asked = []
+
+    def so_far():
+        asked.append(len(asked) + 1)
+        return CollectedShard([], {"a": PARTIAL["a"]}, {"tokens": len(asked)})
+
+    for expected in ([], [1], [1], [1, 2], [1, 2], [1, 2, 3]):
+        kept.keep(7, so_far)
+        assert asked == expected
+    found = opened(tmp_path).read(state(6), PROMPTS)
+    assert found.counts == {"tokens": 3} and found.partial["a"].responses[1].tokens.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("why", ["rounds by slot", "drawn ahead"])
+def test_a_collection_that_goes_on_is_not_stored(tmp_path, why):
+    kept = opened(tmp_path, broken_off=why == "drawn ahead", clock=iter([0.0, 100.0, 100.0]).__next__)
+    kept.read(state(6), PROMPTS)
+    kept.keep(8 if why == "drawn ahead" else 7, lambda: COMPLETE)
+    assert not (tmp_path / FOLDER).exists()
 
 
 def test_a_collection_of_an_iteration_that_is_not_next_is_not_kept(tmp_path):
