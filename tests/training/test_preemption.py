@@ -1,6 +1,7 @@
 """Runs that are told to end at 20 random moments, and continue, make the run that nothing disturbed."""
 
 import re
+import signal
 import socket
 
 import jax
@@ -58,6 +59,12 @@ def phase(self, text, original=progress.Progress.phase):
 
 progress.Progress.phase = phase
 runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+# Stores a collection that goes on after every window.
+ALWAYS_STORED = """
+from reinforce_ada_jax.training import response_journal
+
+response_journal.EVERY_S, response_journal.MOST_SHARE = 0.0, 1e9
 """
 # Ends itself inside its third update, which is the first one of iteration 2.
 IN_AN_UPDATE = """
@@ -134,6 +141,26 @@ def test_twenty_sigterms_change_no_bit(tmp_path, count):
     for folder in ("samples", "evaluations"):
         one, other = (sorted((run / folder).iterdir()) for run in (workdir, tmp_path / "unbroken"))
         assert [(file.name, file.read_text()) for file in one] == [(file.name, file.read_text()) for file in other]
+
+
+@pytest.mark.slow
+def test_kills_keep_what_a_collection_has_so_far(tmp_path):
+    """A kill -9 in the middle of a collection: its responses so far are taken up, unfinished ones with their tokens."""
+    few = {"iterations": 2, "evaluation.every": 0}
+    (said,) = ended(start(tmp_path / "unbroken", 1, [("-c", UNHARMED)], **few), 0)
+    assert "stored responses" not in said
+    taken_up = []
+    for number in (6, 9):
+        program = AT_A_PHASE.format(phase="collecting", number=number, delay=0.0)
+        killed = start(tmp_path / "run", 1, [("-c", ALWAYS_STORED + program.replace("SIGTERM", "SIGKILL"))], **few)
+        (said,) = ended(killed, -signal.SIGKILL)
+        taken_up += re.findall(r"iteration 1 begins with (\d+) stored responses", said)
+    (said,) = ended(start(tmp_path / "run", 1, [("-c", UNHARMED)], **few), 0)
+    taken_up += re.findall(r"iteration 1 begins with (\d+) stored responses", said)
+    assert len(taken_up) == 2 and 0 < int(taken_up[0]) < int(taken_up[1])
+    (state, record), (unbroken, other) = restored(tmp_path / "run"), restored(tmp_path / "unbroken")
+    jax.tree.map(np.testing.assert_array_equal, state, unbroken)
+    assert record == other
 
 
 @pytest.mark.slow
