@@ -8,10 +8,14 @@
 
 import ast
 import difflib
+import importlib.metadata
 import pathlib
+import platform
 import runpy
 import sys
 from collections.abc import Sequence
+
+from reinforce_ada_jax import __version__
 
 PACKAGE = "reinforce_ada_jax"
 COMMANDS = ("train", "sft", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
@@ -31,7 +35,15 @@ def overview() -> str:
     program = pathlib.Path(sys.argv[0]).name
     program = f"python -m {PACKAGE}" if program == pathlib.Path(__file__).name else program
     usage = f"Usage: {program} COMMAND [--FLAG=VALUE ...]"
-    return "\n".join([usage, "", *lines, "", "COMMAND --help describes a command and lists its flags."])
+    return "\n".join(
+        [usage, "", *lines, "", "COMMAND --help describes a command and lists its flags; --version names this version."]
+    )
+
+
+def versions() -> str:
+    """Returns the versions that a report of a fault needs, on one line."""
+    jax = importlib.metadata.version("jax")  # its import would take a second
+    return f"{PACKAGE} {__version__}, Python {platform.python_version()}, jax {jax}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "-help", "--help", "help"):
         print(overview())
+        return
+    if name in ("-V", "-version", "--version", "version"):
+        print(versions())
         return
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)

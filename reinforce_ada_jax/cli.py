@@ -5,6 +5,7 @@ import difflib
 import errno
 import functools
 import gc
+import itertools
 import os
 import pathlib
 import re
@@ -20,7 +21,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
 from reinforce_ada_jax import user_code
-from reinforce_ada_jax.config import Config, aliases, config_files, reference, resolve
+from reinforce_ada_jax.config import Config, aliases, config_files, nearest, reference, resolve
 from reinforce_ada_jax.files.buckets import BucketError
 
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
@@ -63,12 +64,10 @@ def _check_key(config: Any, key: str) -> None:
         if not isinstance(section, ConfigDict):
             raise _WrongConfigError(f"--config.{key}: {place[:-1]} is a setting, and has no keys of its own.")
         if name not in section:
-            sections = [other for other in config if isinstance(config[other], ConfigDict)]
-            elsewhere = [f"{other}.{name}" for other in sections if name in config[other]]
-            near = elsewhere or [place + close for close in difflib.get_close_matches(name, section.keys(), 1)]
+            near = [repr(setting) for setting in nearest.meant(key)]
             where, page = (f"the section {place[:-1]}", f"={place[:-1]}") if place else ("a configuration", "")
             keys = f"{where} has {', '.join(section.keys())}. --help{page} describes them."
-            remedy = aliases.hint(key) or (f"did you mean {near[0]!r}?" if near else keys)
+            remedy = aliases.hint(key) or (f"did you mean {' or '.join(near)}?" if near else keys)
             raise _WrongConfigError(f"unknown configuration key {key!r}: {remedy}")
         section, place = section[name], f"{place}{name}."
     if isinstance(section, ConfigDict):
@@ -303,6 +302,30 @@ def _wrong_type(message: str) -> str:
     return f"--{name} is {value!r}; it must be {expected}{example}.{described}"
 
 
+def _proposal(flag: str) -> str:
+    """Returns the rest of a sentence on an unknown flag: which flag or setting it may mean."""
+    near = [repr(name) for name in difflib.get_close_matches(flag, _own_flags(), 1)]
+    if not near and "config" in flags.FLAGS:
+        near = [f"--config.{setting}" for setting in nearest.meant(flag)]
+        if not near and (other := aliases.hint(flag)):
+            return f": {other}"
+    return f": did you mean {' or '.join(near)}?" if near else "."
+
+
+def _missing(message: str, argv: Sequence[str]) -> str:
+    """Returns which flags lack a value, for absl's message on required flags; "" for other messages."""
+    names = re.findall(r"Flag --([\w.]+) must have a value other than None", message)
+    if not names:
+        return ""
+    # A word behind a flag without "=" may be its value.
+    pairs = itertools.pairwise(["", *argv[1:]])
+    stray = [word for before, word in pairs if not before.startswith("-") and not word.startswith("-")]
+    text = f"{' and '.join(f'--{name}' for name in names)} must have a value"
+    if stray:
+        return f"{text}, and {stray[0]!r} belongs to no flag: options are written --name=value."
+    return f"{text}. --help describes the flags."
+
+
 def _check_paths() -> None:
     for name in PATHS & {*flags.FLAGS}:
         if flags.FLAGS[name].present and not flags.FLAGS[name].value:
@@ -333,10 +356,8 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
         # Where a config file fails, ml_collections puts the whole stack trace in between.
         lines = str(error).strip().splitlines()
         if isinstance(error, flags.UnrecognizedFlagError):  # absl proposes flags of libraries
-            near = difflib.get_close_matches(error.flagname, _own_flags(), 1)
-            proposal = f": did you mean {near[0]!r}?" if near else "."
-            fail(f"Unknown command line flag {error.flagname!r}{proposal} --help describes the flags.")
-        fail(_wrong_type(lines[-1]) or " ".join(dict.fromkeys((lines[0], lines[-1]))))
+            fail(f"Unknown command line flag {error.flagname!r}{_proposal(error.flagname)} --help describes the flags.")
+        fail(_missing(str(error), argv) or _wrong_type(lines[-1]) or " ".join(dict.fromkeys((lines[0], lines[-1]))))
     except _WrongConfigError as error:
         fail(error.args[0])
     finally:

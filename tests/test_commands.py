@@ -71,7 +71,10 @@ def refused_run(tmp_path, capsys, *parts, **changes):
     ("arguments", "parts"),
     [
         ([TINY, "--config.collection.stratgy=grpo"], ["key 'collection.stratgy'", "mean 'collection.strategy'"]),
-        ([TINY, "--config.colection.strategy=grpo"], ["key 'colection.strategy'", "did you mean 'collection'"]),
+        (
+            [TINY, "--config.colection.strategy=grpo"],
+            ["key 'colection.strategy'", "did you mean 'collection.strategy'"],
+        ),
         ([TINY, "--config.strategy=grpo"], ["key 'strategy'", "did you mean 'collection.strategy'"]),
         (
             [TINY, "--config.zzz=1"],
@@ -87,12 +90,23 @@ def refused_run(tmp_path, capsys, *parts, **changes):
         ([TINY, "--config.mesh=3"], ["--config.mesh is a section", "--help=mesh"]),
         ([TINY, "--config.seed.x=3"], ["--config.seed.x: seed is a setting", "no keys of its own"]),
         ([TINY, "grpo"], ["unexpected argument 'grpo'", "--name=value"]),
-        ([TINY, "--strategy=grpo"], ["strategy"]),
+        ([TINY, "--strategy=grpo"], ["flag 'strategy': did you mean --config.collection.strategy?", "--help"]),
+        ([TINY, "--lr=1e-5"], ["did you mean --config.learning.learning_rate?"]),
+        ([TINY, "--group-size=8"], ["did you mean --config.collection.group_size?"]),
+        ([TINY, "--model=models/mine"], ["did you mean --config.model.path?"]),
+        ([TINY, "--output_dir=runs/a"], ["output_dir of TRL has no counterpart. Use the flag --workdir."]),
+        ([TINY, "--confg=tiny"], ["did you mean 'config'?"]),
+        ([TINY, "--config.model_path=a"], ["did you mean 'model.path'?"]),
+        (
+            [TINY, "--config.max_response_tokens=9"],
+            ["mean 'sampling.max_response_tokens' or 'evaluation.max_response_tokens'?"],
+        ),
         (["--config=configs/none.py"], ["there is no file", "configs/none.py", "configs/tiny.py"]),
         (["--config=configs/"], ["there is no file", "configs/tiny.py"]),
         (["--config=tny"], ["no packaged configuration 'tny'", "tiny, word_problems", "configs/tiny.py"]),
         (["--config=pyproject.toml"], ["pyproject.toml"]),
-        ([], ["--config must have a value"]),
+        ([], ["error: --config must have a value. --help describes the flags."]),
+        (["tiny"], ["--config must have a value, and 'tiny' belongs to no flag", "--name=value"]),
     ],
     ids=lambda value: " ".join(value[-1:]),
 )
@@ -158,6 +172,13 @@ def test_the_package_starts_a_command():
     result = run_python("-m", "reinforce_ada_jax", "plot")
     assert (result.returncode, result.stdout) == (cli.BAD_INPUT, "")
     check_message(result.stderr, "name at least one work directory")
+
+
+def test_the_package_names_its_version(capsys):
+    dispatch.main(["--version"])
+    assert re.fullmatch(
+        r"reinforce_ada_jax 0\.\d+\.\d+, Python 3\.\d+\.\d+, jax \d+\.\d+\.\d+\n", capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,13 @@ def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
                 raise ValueError(
                     f"{name} is one JSON array. Write one object a line: jq -c '.[]' {shlex.quote(name)} > new.jsonl"
                 )
+            if number == 1 and name.endswith((".csv", ".tsv")):
+                tabs = ", delimiter='\\t'" if name.endswith(".tsv") else ""
+                rows = f"[print(json.dumps(row)) for row in csv.DictReader(sys.stdin{tabs})]"
+                raise ValueError(
+                    f"{name} is a table of CSV, and problems are JSONL, one object a line: "
+                    f'python -c "import csv, json, sys; {rows}" < {shlex.quote(name)} > new.jsonl'
+                )
             if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise ValueError(f"{name} is UTF-16. Save it as UTF-8.")
             if line.strip():

@@ -56,7 +56,7 @@ class _Reader:
 
     def take(self, count: int) -> bytes:
         if count > self._end - self.place:
-            raise ValueError(f"byte {self.place:,} begins {count:,} bytes that its header does not have")
+            raise ValueError(f"its header needs byte {self.place + count:,}, and ends at {self._end:,}")
         self.place += count
         return self._content[self.place - count : self.place]
 

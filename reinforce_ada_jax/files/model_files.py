@@ -39,9 +39,10 @@ def is_present(file: pathlib.Path, max_bytes: int | None = MAX_BYTES) -> bool:
         raise ValueError(f"{file} is no regular file, but a folder, a device, a pipe or a socket. {_REMEDY}")
     real = file.resolve()
     if not any(real.is_relative_to(home) for home in _homes(file.parent)):
+        remedy = f"name {real} itself" if file.suffix == ".gguf" else "put the file itself there"
         raise ValueError(
             f"{file} is a link to {real}, outside of its folder. Only links within the folder, or into the cache of "
-            "Hugging Face around it, are followed: put the file itself there if you trust it."
+            f"Hugging Face around it, are followed: {remedy} if you trust it."
         )
     if max_bytes is not None and status.st_size > max_bytes:
         raise ValueError(f"{file} has {status.st_size:,} bytes, more than {max_bytes:,}. {_REMEDY}")

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -78,6 +79,16 @@ def test_links_of_the_hubs_cache_are_followed(folder, tmp_path):
     (snapshot / "other.json").symlink_to("../../../models--c--d/blobs/0")
     with pytest.raises(ValueError, match="outside of its folder"):
         model_files.read_json(snapshot / "other.json")
+
+
+def test_a_linked_gguf_file_can_be_named_by_its_own_path(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "stored.gguf").write_bytes(b"GGUF")
+    link = tmp_path / "models" / "mine.gguf"
+    link.symlink_to("../stored.gguf")
+    with pytest.raises(ValueError, match=re.escape(f"name {tmp_path.resolve() / 'stored.gguf'} itself if you trust")):
+        model_files.is_present(link)
+    assert model_files.is_present(tmp_path / "stored.gguf")
 
 
 def test_what_is_not_there(folder):
