@@ -15,8 +15,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from reinforce_ada_jax import __version__
-
 PACKAGE = "reinforce_ada_jax"
 COMMANDS = ("train", "sft", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
 BAD_INPUT = 2  # cli.BAD_INPUT; this module imports nothing that takes time
@@ -43,7 +41,7 @@ def overview() -> str:
 def versions() -> str:
     """Returns the versions that a report of a fault needs, on one line."""
     jax = importlib.metadata.version("jax")  # its import would take a second
-    return f"{PACKAGE} {__version__}, Python {platform.python_version()}, jax {jax}"
+    return f"{PACKAGE} {sys.modules[PACKAGE].__version__}, Python {platform.python_version()}, jax {jax}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -36,7 +36,7 @@ class Options:
     """Flags of the command beside the configuration."""
 
     workdir: str | None = setting(None, "A run's work directory: its newest checkpoint is evaluated.")
-    model: str | None = setting(None, "A Hugging Face folder to evaluate instead.")
+    model: str | None = setting(None, "A Hugging Face folder or GGUF file to evaluate instead.")
     benchmarks: Sequence[str] | None = setting(None, "JSONL files, instead of the configured ones.")
     samples: int | None = setting(None, "Responses per problem, instead of evaluation.samples.")
     output: str | None = setting(
@@ -49,7 +49,7 @@ class Options:
         "run began with: the table shows accuracy by initial pass rate. Default: pass_rate of the problems that have "
         "one.",
     )  # fmt: skip
-    dry_run: bool = setting(False, "Check the input, print the changed settings and a summary, and end.")
+    dry_run: bool = setting(False, "Check the input, and print what would run and how long it takes.")
 
 
 def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -> Config:
@@ -92,6 +92,7 @@ def main(config: Config, options: Options) -> None:
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.evaluation import stored_evaluation
     from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
+    from reinforce_ada_jax.planning import here
     from reinforce_ada_jax.training import components as components_lib
 
     workdir, model, regrade = options.workdir, options.model, options.regrade
@@ -104,11 +105,11 @@ def main(config: Config, options: Options) -> None:
             if options.output is not None:
                 written = stack.enter_context(local_copy.opened(options.output, "--output"))[0]
             before = None if options.initial is None else buckets.local(options.initial)
+            if run is None:  # a folder has no adapters
+                config = config_lib.replaced(config, {"lora.rank": 0})
             if run is not None or not regrade:
                 config = components_lib.for_devices(config, run, model)
-            if run is None:
-                config = config_lib.replaced(config, {"lora.rank": 0})  # a folder has no adapters
-            else:
+            if run is not None:
                 graded_by = () if regrade else config_lib.GRADED_BY
                 config_lib.check_evaluated(config, run, config_lib.DRAWN_WITH + graded_by)
             source = PolicySource(run, components_lib.model_folder(model or config.model.path))
@@ -116,7 +117,8 @@ def main(config: Config, options: Options) -> None:
             if regrade:
                 evaluation = stored_evaluation.regrade(config, source, written, before, samples=options.samples)
             else:
-                evaluation = stored_evaluation.evaluate(config, source, written, before, dry_run=options.dry_run)
+                cost = here.drawing_line if options.dry_run else None
+                evaluation = stored_evaluation.evaluate(config, source, written, before, cost=cost)
         if evaluation is not None:
             with cli.user_input():
                 _write(evaluation, run, model)

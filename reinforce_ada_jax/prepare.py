@@ -36,6 +36,7 @@ def main(
 ) -> None:
     """Prepares the prompts; Ctrl-C ends it with a message."""
     from reinforce_ada_jax.evaluation.preparation import OutputFiles, prepare
+    from reinforce_ada_jax.planning import here
 
     folder, name = pathlib.Path(output).parent, pathlib.Path(output).name  # also of a URL, as pathlib shortens it
     with contextlib.ExitStack() as stack:
@@ -44,7 +45,7 @@ def main(
             copied, _ = stack.enter_context(local_copy.opened(folder, "--output", lambda file: file.startswith(ours)))
         files = OutputFiles(copied / name)
         stack.enter_context(cli.interruptible(f"Graded responses are stored in {buckets.origin(files.draws)}"))
-        prepare(config, source, files, pass_rates, samples, dry_run=dry_run)
+        prepare(config, source, files, pass_rates, samples, cost=here.drawing_line if dry_run else None)
 
 
 if __name__ == "__main__":
@@ -56,7 +57,7 @@ if __name__ == "__main__":
     LEAST = flags.DEFINE_float("min_pass_rate", MIN_PASS_RATE, "Pass rates must lie above it (exclusive).")
     MOST = flags.DEFINE_float("max_pass_rate", MAX_PASS_RATE, "Pass rates may reach it (inclusive).")
     COUNT = flags.DEFINE_integer("samples", SAMPLES, "Responses drawn for each problem.")
-    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print the changed settings and a summary, and end.")
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, and print what would run and how long it takes.")
     command.run(
         lambda: main(
             cli.resolved(CONFIG), INPUT.value, buckets.named(OUTPUT.value),

@@ -3,6 +3,7 @@
 import collections
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
@@ -32,6 +33,8 @@ from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 # slots are idle only at the end of a chunk: about 1/64 of the work.
 RESPONSES_PER_SLOT = 64
 Pairs = list[tuple[Prompt, Response]]
+# (configuration, components, responses, tokens of each at most) -> line of a dry run on the time that they take.
+Cost = Callable[[Config, Components, int, int], str]
 
 
 def draw(
@@ -107,25 +110,41 @@ def graded(pool: Pool) -> list[GradedResponse]:
     return list(map(GradedResponse.of, pool.responses, pool.verdicts))
 
 
+class _Rate:
+    """Tokens a second of the draws under way: long responses are no sign of life before they end."""
+
+    def __init__(self, rollouts: Rollouts):
+        self._rollouts, self._counts, self._begin, self._before = rollouts, None, 0.0, 0
+
+    def text(self) -> str:
+        counts, now = self._rollouts.counts, time.monotonic()
+        if counts is not self._counts:  # of another chunk
+            self._counts, self._begin, self._before = counts, now, counts.tokens
+        seconds, tokens = now - self._begin, counts.tokens - self._before
+        return f", {tokens / seconds:,.0f} tokens/s" if tokens else ""
+
+
 def fill(
     store: ResponseStore,
     prompts: Sequence[Prompt],
     draw_fn: Callable[..., object],
     progress: Progress,
     saved: str,
+    rollouts: Rollouts,
     name: str = "",
 ) -> None:
-    """Draws the prompts that an open store lacks with `draw_fn`; a signal to any process ends all.
+    """Draws the prompts that an open store lacks with `draw_fn`, from `rollouts`; a signal to any process ends all.
 
     `saved` says where the responses are after a signal; `name` precedes their number in the progress line.
     """
-    done = progress.done
+    done, rate = progress.done, _Rate(rollouts)
+    progress.reach(done, f"{name}0 responses")  # the programs are compiled, and the first window takes a while
     with Interrupt() as interrupt:
         stop = interrupt.stop()
 
         def report(closed: int, drawn: int) -> None:
             stop.check(name)
-            progress.reach(done + closed, f"{name}{drawn:,} responses")
+            progress.reach(done + closed, f"{name}{drawn:,} responses{rate.text()}")
 
         try:
             draw_fn(prompts, store=store, on_progress=report)

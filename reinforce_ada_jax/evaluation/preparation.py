@@ -41,7 +41,7 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import summary
+from reinforce_ada_jax.training import reward_check, summary
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.reward_check import check_reward, reward_columns
 from reinforce_ada_jax.types import Prompt, Verdict
@@ -330,7 +330,7 @@ def _drawn(
             verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
             draw = fixed_draws.from_policy(params, rollouts, config.sampling, stream(0), config, components, verify)
             saved = f"Graded responses are stored in {buckets.origin(files.draws)}"
-            fixed_draws.fill(store, missing, functools.partial(draw, samples=samples), progress, saved)
+            fixed_draws.fill(store, missing, functools.partial(draw, samples=samples), progress, saved, rollouts)
             store.finish(prompts)
     return store
 
@@ -342,13 +342,13 @@ def prepare(
     pass_rates: tuple[float, float],
     samples: int,
     *,
-    dry_run: bool = False,
+    cost: fixed_draws.Cost | None = None,
 ) -> None:
     """Writes the problems of `source` whose pass rates are in (pass_rates[0], pass_rates[1]].
 
     Problems are left out if they came before, are too long, or have a reference that fails its own verification. For
-    each of the others `samples` responses are drawn, at addresses that no iteration of a training has. With `dry_run`
-    the input is checked and described, and nothing is written.
+    each of the others `samples` responses are drawn, at addresses that no iteration of a training has. With `cost`,
+    a dry run, the input is checked and described, and nothing is written.
     """
     with cli.user_input():
         band = Band(*pass_rates)
@@ -362,19 +362,21 @@ def prepare(
         processes.check_same("the configurations", config_lib.to_json(config))
         verifier_pool = components_lib.verifier_pool(config, files.draws)
         prompts, counts = _unique_and_short(config, components, problems)
+        components = components_lib.for_responses(config, components, samples * len(prompts))
         processes.check_same("the problems", hash_of_problems(prompts))
         reward = check_reward(config, verifier_pool, prompts[:1])
-        if dry_run or not files.draws.exists():
+        if cost is not None or not files.draws.exists():
             huggingface.check_weights(components.folder, components.architecture)
 
     def describe(found: int, missing: int) -> str:
-        model = summary.model_and_mesh(config, components, str(components.folder))
+        model = summary.model_and_memory(config, components, str(components.folder))
         read, sets = [description(source, problems)], {source: (found, missing)}
         return summary.drawing(model, sets, read, samples, config.sampling, files.output, reward=reward)
 
-    if dry_run:
+    if cost is not None:
         if processes.is_writer():
-            print(summary.dry_run(config, describe(len(prompts), len(prompts))))
+            taken = cost(config, components, samples * len(prompts), config.sampling.max_response_tokens)
+            print(summary.dry_run(config, f"{describe(len(prompts), len(prompts))}\n{taken}"))
         return
     keep_programs(config.logging.compilation_cache)
     with verifier_pool as verifiers:
@@ -388,5 +390,10 @@ def prepare(
     remedy = f"Fix it, remove {buckets.origin(store.file)} and its header, and run the same command again."
     fixed_draws.check_graded(config, verifiers, "the problems", [drawn], remedy)
     if processes.is_writer():
+        verdicts = [response.verdict for responses in drawn.values() for response in responses]
+        kind, share = "" if config.reward.path else config.reward.kind, reward_check.share_without_answer(verdicts)
+        flag = "--config.reward.kind=gsm8k"
+        if warning := reward_check.without_answer(kind, share, f" in {buckets.origin(store.file)}", flag):
+            print(f"warning: {warning}", file=sys.stderr)
         _write(config, files, problems, num_correct(drawn), counts, band, store)
     processes.any_of(False)  # until process 0 has written everything

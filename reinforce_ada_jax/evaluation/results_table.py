@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from reinforce_ada_jax.evaluation import paper_results, scores
 from reinforce_ada_jax.evaluation.scores import Difficulty, Labelled, Statistics
 from reinforce_ada_jax.evaluation.stored_evaluation import StoredEvaluation
+from reinforce_ada_jax.training.reward_check import without_answer
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -71,13 +72,16 @@ def table(
     if paper.differences:
         note = "The paper has results of this model and strategy, which this run can't be compared with: "
         notes.append(f"{note}{'; '.join(paper.differences)}.")
+    for name, result in results.items():
+        flag = f"--config.evaluation.graders='(\"{name}=gsm8k\",)' with --regrade"
+        notes.append(without_answer(graders.get(name, ""), result["no_answer_share"], f" to {name}", flag))
     counts = scores.sizes(samples)
     curves = [
         [f"{name}, {shown}", *(f"{result[f'{key}_at_{k}']:.3f}" for k in counts)]
         for name, result in results.items()
         for key, shown in (("pass", "pass@k"), ("all_correct", "all@k"))
     ]
-    sections = [markdown(header, lines), "\n".join(f"- {note}" for note in dict.fromkeys(notes))]
+    sections = [markdown(header, lines), "\n".join(f"- {note}" for note in dict.fromkeys(filter(None, notes)))]
     sections.append(markdown(["k", *map(str, counts)], curves))
     sections += [_by_difficulty(name, found, samples) for name, found in difficulties.items() if found]
     sections += [_by_label(name, label, values) for name, found in labelled.items() for label, values in found.items()]

@@ -30,6 +30,7 @@ from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.reward_check import check_reward, reward_columns
 from reinforce_ada_jax.types import Verdict
 
+_SAVED = "Graded responses are stored"
 # What to do about a reward that could not grade the responses.
 _REMEDY = "Fix it, then grade the stored responses again with --regrade."
 
@@ -105,20 +106,46 @@ def _initial_pass_rates(folder: pathlib.Path | None, benchmarks: Benchmarks) -> 
     }
 
 
+def _stores(
+    config: Config,
+    components: Components,
+    benchmarks: Benchmarks,
+    words: Mapping[str, int],
+    output: pathlib.Path,
+    iteration: int,
+    fingerprint: str,
+) -> dict[str, ResponseStore]:
+    """Returns the store of each benchmark; ValueError where a file has draws of another policy or with other settings.
+
+    `words` are the first words of the addresses, because two commands may have drawn two benchmarks with equal ids and
+    the same noise.
+    """
+    settings, graders = config.evaluation, components_lib.benchmark_graders(config)
+    stores = {}
+    for name, prompts in benchmarks.items():
+        drawn = response_store.drawn_with(
+            config, fingerprint, settings, settings.samples, prompts,
+            stop_ids=list(components.tokenizer.stop_ids), iteration=iteration, stream=words[name],
+        )  # fmt: skip
+        header = {"drawn": drawn, "graded": response_store.graded_by(config, graders.get(name, ""), prompts)}
+        stores[name] = ResponseStore(response_store.of_process(output / f"{name}.jsonl"), header)
+    return stores
+
+
 def evaluate(
     config: Config,
     source: PolicySource,
     output: pathlib.Path | None,
     initial: pathlib.Path | None = None,
     *,
-    dry_run: bool = False,
+    cost: fixed_draws.Cost | None = None,
 ) -> StoredEvaluation | None:
     """Draws and grades the responses that the stores lack; they are in `output`, or in the default folder.
 
     `initial` is the folder of an earlier evaluation of the same problems, which gives their initial pass rates. With
-    `dry_run` the input is only checked and described, and the result is None, as for all but process 0.
+    `cost`, a dry run, the input is only checked and described, and the result is None, as for all but process 0.
     """
-    settings = config.evaluation
+    settings, dry_run = config.evaluation, cost is not None
     with cli.user_input():
         mesh_lib.available_devices()
         # A training may write another checkpoint meanwhile.
@@ -126,21 +153,14 @@ def evaluate(
         components = components_lib.build(config, source.folder)
         read: list[str] = []
         benchmarks = evaluator.load_benchmarks(components, config, read.append)
+        responses = settings.samples * sum(map(len, benchmarks.values()))
+        components = components_lib.for_responses(config, components, responses)
         processes.check_same("the configurations", config_lib.to_json(config))
         processes.check_same("the problems", "".join(map(hash_of_problems, benchmarks.values())))
         rates = _initial_pass_rates(initial, benchmarks) if processes.is_writer() else {}
         output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
-        fingerprint = source.fingerprint(iteration)
         words = evaluator.streams(benchmarks, iteration)
-        stores: dict[str, ResponseStore] = {}
-        for name, prompts in benchmarks.items():
-            # The word, because two commands may have drawn two benchmarks with equal ids and the same noise.
-            drawn = response_store.drawn_with(
-                config, fingerprint, settings, settings.samples, prompts,
-                stop_ids=list(components.tokenizer.stop_ids), iteration=iteration, stream=words[name],
-            )  # fmt: skip
-            header = {"drawn": drawn, "graded": response_store.graded_by(config, graders.get(name, ""), prompts)}
-            stores[name] = ResponseStore(response_store.of_process(output / f"{name}.jsonl"), header)
+        stores = _stores(config, components, benchmarks, words, output, iteration, source.fingerprint(iteration))
         missing = {
             name: response_store.wanted_by_writer(prompts, stores[name].missing(prompts, settings.samples))
             for name, prompts in benchmarks.items()
@@ -158,8 +178,10 @@ def evaluate(
         str(components.folder) if source.workdir is None else f"{buckets.origin(source.workdir)}, iteration {iteration}"
     )
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
-    model = summary.model_and_mesh(config, components, policy)
+    model = summary.model_and_memory(config, components, policy)
     text = summary.drawing(model, counts, read, settings.samples, settings, output, reward=reward)
+    if cost is not None:
+        text = f"{text}\n{cost(config, components, responses, settings.max_response_tokens)}"
     if processes.is_writer():
         print(summary.dry_run(config, text) if dry_run else text, flush=True)
     if dry_run:
@@ -177,7 +199,7 @@ def evaluate(
                     weights, rollouts, settings, words[name], config, components, verify[name]
                 )
                 draw_this = functools.partial(draw, samples=settings.samples)
-                fixed_draws.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
+                fixed_draws.fill(stores[name], prompts, draw_this, progress, _SAVED, rollouts, f"{name}: ")
                 stores[name].finish(benchmarks[name])
     result = StoredEvaluation(output, benchmarks, stores, rates) if processes.is_writer() else None
     responses = {} if result is None else result.responses

@@ -1,6 +1,7 @@
 """Time of an iteration on this machine, from products with the model's sizes that are timed here."""
 
 import functools
+import math
 import timeit
 
 import jax
@@ -14,6 +15,8 @@ from reinforce_ada_jax.training.components import Components
 
 WEIGHTS = 2**24  # of a timed matrix: larger than caches, as a model's are
 DENSE_ROWS = 512  # of a product at the full rate
+# Seconds, name, and the least time that is too long to be stated in them.
+UNITS = ((1, "s", 60), (60, "min", 3600), (3600, "h", 48 * 3600), (86400, "days", math.inf))
 
 
 def product_seconds(rows: int, columns: int, dtype: str) -> float:
@@ -32,8 +35,7 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     architecture, engine, prompts = components.architecture, components.engine, config.collection.prompts_per_iteration
     response, dtype = config.sampling.max_response_tokens, config.model.compute_dtype
     weights, devices = architecture.active_parameters, components.mesh.size
-    step = weights * product_seconds(engine.options.slots, architecture.hidden_size, dtype)
-    step *= engine.replicas / engine.mesh.size
+    step = _step_seconds(config, components)
     token = weights * product_seconds(DENSE_ROWS, architecture.hidden_size, dtype) / DENSE_ROWS / devices
     _, rounds = slot_choice.simulated(strategy, slot_choice.spread(prompts), engine.options.slots * engine.replicas)
     scale = max(1.0, prompts / slot_choice.MOST_PROMPTS)
@@ -49,6 +51,23 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     )
 
 
+def drawing_line(config: Config, components: Components, responses: int, max_tokens: int) -> str:
+    """Returns the line of a dry run on the time of draws where all responses have full length."""
+    engine = components.engine
+    steps = -(-responses // (engine.options.slots * engine.replicas)) * max_tokens
+    taken = _time(steps * _step_seconds(config, components))
+    return f"time        about {taken} here to draw {responses:,} responses, if all have {max_tokens:,} tokens"
+
+
+def _step_seconds(config: Config, components: Components) -> float:
+    """Returns the seconds that the products of a decode step take."""
+    architecture, engine = components.architecture, components.engine
+    taken = product_seconds(engine.options.slots, architecture.hidden_size, config.model.compute_dtype)
+    return architecture.active_parameters * taken * engine.replicas / engine.mesh.size
+
+
 def _time(seconds: float) -> str:
-    size, unit = (1, "s") if seconds < 60 else (60, "min") if seconds < 3600 else (3600, "h")
-    return f"{seconds / size:.2g} {unit}"
+    """Returns a time with two digits, or as many as a whole number has."""
+    size, unit = next((size, unit) for size, unit, most in UNITS if seconds < most)
+    value = seconds / size
+    return f"{value:.2g} {unit}" if value < 9.95 else f"{value:.0f} {unit}"

@@ -137,5 +137,12 @@ def summary(settings: ServerSettings, models: Sequence[Served], port: int) -> st
         architecture, platform = each.engine.architecture, jax.default_backend()
         precision = describe_dtype(each.engine.dtype, platform, architecture.num_parameters)
         lines.append(f"model       {each.name}: {each.folder}, {architecture.family}, {precision}")
+        options = each.engine.options
+        lines.append(
+            f"memory      cache {each.engine.cache_bytes / 2**20:,.1f} MiB: {options.slots} slots, prompts of up to "
+            f"{options.max_prompt_tokens:,} tokens, responses of up to {options.max_response_tokens:,}"
+        )
     key = "with the key of --api_key" if settings.api_key else "without a key: for this machine"
-    return "\n".join([*lines, f"address     http://{settings.address}:{port}, {key}; not ready yet"])
+    return "\n".join(
+        [*lines, f"address     http://{settings.address}:{port}, {key}; not ready yet, reads weights and compiles"]
+    )

@@ -36,7 +36,8 @@ class ServerSettings:
 
     model: str = dataclasses.field(
         metadata={
-            "text": "Hugging Face folder, or package:cipher. Not with --api=grpc: NAME=FOLDER, and several of them.",
+            "text": "Hugging Face folder, GGUF file, OWNER/MODEL of huggingface.co, or package:cipher. Not with "
+            "--api=grpc: NAME=FOLDER, and several of them.",
             "allowed": None,
         }
     )

@@ -73,6 +73,7 @@ from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Slots of a replica where a step of many rows takes as long as one of few: not on CPUs, unless the model is small.
 MOST_SLOTS = 256
+SLOTS_STEP = 8  # of the numbers of slots for few responses: each number is a program to compile
 # Prompt tokens that are prefilled before a decode step. A chunk takes its tokens from several prompts.
 PREFILL_TOKENS = 256
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
@@ -287,6 +288,36 @@ def for_devices(config: Config, workdir: pathlib.Path | None = None, model: str 
     return platform_lib.chosen_dtype(config, platform, size)
 
 
+def _make_engine(
+    config: Config, architecture: Architecture, stop_ids: tuple[int, ...], slots: int, *, trains: bool
+) -> tuple[Mesh, Engine]:
+    """Returns the learner's mesh and the engine."""
+    options = engine_options(config, architecture, stop_ids, slots)
+    # Commands that do not train: weights may be read in the type of decoding, without a second copy of them; nobody
+    # learns from experts; prompts with one system message share its pages, which rings cannot; and what they break off
+    # is drawn again.
+    if not trains:
+        options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0, begun_tokens=0)
+    options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())
+    mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
+    return mesh, Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
+
+
+def for_responses(config: Config, components: Components, responses: int) -> Components:
+    """Returns the components of a command that draws so many responses: with fewer slots where more would stay idle.
+
+    On CPUs an idle row costs what a busy one does, and each slot takes memory of the cache: SmolLM2-135M with texts of
+    1,024 tokens took 5.8 GB with 64 slots.
+    """
+    engine = components.engine
+    slots = -(-responses // (engine.replicas * SLOTS_STEP)) * SLOTS_STEP
+    is_set = not components.slots_reason or engine.options.slots >= MOST_SLOTS
+    if is_set or slots >= engine.options.slots or processes.count() > 1:
+        return components
+    _, fewer = _make_engine(config, components.architecture, components.tokenizer.stop_ids, slots, trains=False)
+    return dataclasses.replace(components, engine=fewer, slots_reason=f"{responses:,} responses fill no more")
+
+
 def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None) -> Components:
     """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
 
@@ -307,15 +338,7 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
     if adapters := lora.make(config.lora):
         lora.adapter_shapes(architecture, adapters)  # before any weight is read
     slots, reason = choose_slots(config, architecture, platform, strategy)
-    options = engine_options(config, architecture, tokenizer.stop_ids, slots)
-    # Commands that do not train: weights may be read in the type of decoding, without a second copy of them; nobody
-    # learns from experts; prompts with one system message share its pages, which rings cannot; and what they break off
-    # is drawn again.
-    if strategy is None:
-        options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0, begun_tokens=0)
-    options = with_drafts(options, architecture, config.sampling.drafts, platform)
-    mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
-    engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
+    mesh, engine = _make_engine(config, architecture, tokenizer.stop_ids, slots, trains=strategy is not None)
     if strategy is None and engine.hand_over is not None:
         raise ValueError(
             f"mesh.sampler is {config.mesh.sampler}, so that some processes only draw, and this command does not "

@@ -105,8 +105,15 @@ def _check_verdicts(run: Run, state: RunState, groups: Sequence[Group]) -> None:
     message = reward_check.too_many_failed(config, graders, what, verdicts, remedy)
     if message:
         raise TrainingStopped(message)
-    if state.iteration == 0 and (warning := reward_check.none_above_threshold(config, verdicts)):
-        run.progress.say(f"{what}: {warning}")
+    if state.iteration == 0:
+        kind = "" if config.reward.path or config.environment.path else config.reward.kind
+        share, flag = reward_check.share_without_answer(verdicts), "--config.reward.kind=gsm8k in a new run"
+        for warning in (
+            reward_check.none_above_threshold(config, verdicts),
+            reward_check.without_answer(kind, share, "", flag),
+        ):
+            if warning:
+                run.progress.say(f"{what}: {warning}")
     if state.iteration == 0 and reward_check.checked_name(config):
         pool = groups[0].pool
         text = reward_check.shown(run.components.tokenizer.decode(pool.responses[0].tokens))

@@ -29,6 +29,8 @@ _REMEDIES = {
     "code": "docs/how_to/code.md has the forms of tests, and what the system must allow.",
     "judge": "Check judge.url, judge.model, judge.template and the API key, or raise reward.time_limit_s.",
 }
+# Kinds of reward that read boxes alone, and the share of responses without one from which on that is worth a warning.
+_READ_BOXES, MOSTLY = ("math", "reference", "reference_evaluation"), 0.9
 MAX_SHOWN = 60  # characters of an answer or a response in a message
 
 
@@ -148,6 +150,25 @@ def none_above_threshold(config: Config, verdicts: Sequence[Verdict]) -> str:
         f"none of {len(rewards):,} responses counts as correct: rewards are {min(rewards):g} to {max(rewards):g}, and "
         f"reward.positive_threshold is {config.reward.positive_threshold:g}. Lower it if some of them are correct."
     )
+
+
+def without_answer(kind: str, share: float, what: str, flag: str) -> str:
+    r"""Returns a warning where a grader that reads boxes finds none in nearly all responses; else "".
+
+    A model that states its answers in another form looks like one that is always wrong. `what` says of
+    which problems, `flag` sets another grader.
+    """
+    if kind not in _READ_BOXES or share < MOSTLY:
+        return ""
+    return (
+        rf"{share:.0%} of the responses{what} have no \boxed{{}}, and the grader {kind!r} reads nothing else. Read "
+        "some of them. If they are cut, allow more tokens. If they state answers in another form, ask for the box "
+        f"(data.instruction), or choose another grader: {flag} takes the last number."
+    )
+
+
+def share_without_answer(verdicts: Sequence[Verdict]) -> float:
+    return sum(verdict.reason == "no_answer" for verdict in verdicts) / max(len(verdicts), 1)
 
 
 def training_remedy(config: Config) -> str:

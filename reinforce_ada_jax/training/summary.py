@@ -56,6 +56,24 @@ def _compute(config: Config, components: Components) -> str:
     return f"compute     {platform}: decode attention {decode}, {chosen.describe()}{chain}{gathered}"
 
 
+def cache(components: Components) -> str:
+    """Returns the size of the cache of keys and values, with the pages and slots that it comes from."""
+    options, replicas = components.engine.options, components.engine.replicas
+    each = f" in each of {replicas} replicas" if replicas > 1 else ""
+    chosen = f"; {components.slots_reason}" if components.slots_reason else ""
+    return (
+        f"cache {components.engine.cache_bytes / 2**20:,.1f} MiB{each} ({options.pages} pages of {options.page_size} "
+        f"tokens, {options.slots} slots{chosen})"
+    )
+
+
+def model_and_memory(config: Config, components: Components, who: str) -> list[str]:
+    """Returns the lines of `model_and_mesh` and one on memory, for a command that only draws."""
+    weight_bytes = components.architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
+    memory = f"memory      weights {weight_bytes / 2**20:,.1f} MiB, {cache(components)}"
+    return [*model_and_mesh(config, components, who), memory]
+
+
 def drawing(
     model: Sequence[str],
     counts: Mapping[str, tuple[int, int]],
@@ -68,7 +86,7 @@ def drawing(
 ) -> str:
     """Returns the summary of the draws that `evaluate` or `prepare` will make.
 
-    `model` has the lines of `model_and_mesh`, `counts` the numbers of problems and of problems still to be drawn by
+    `model` has the lines of `model_and_memory`, `counts` the numbers of problems and of problems still to be drawn by
     set, and `read` a line on the columns of each source. `reward` says what a reference answer gets.
     """
     sets = [
@@ -116,14 +134,11 @@ def summary(
     if adapters is not None:
         over = f" of {trained:,} adapter weights (rank {adapters.rank}, alpha {adapters.alpha:g}, on "
         over += f"{', '.join(adapters.targets)}), their base {base_bytes / 2**20:,.1f} MiB"
-    cache_bytes = components.engine.cache_bytes
     limit = "any number of" if strategy.max_draws is None else f"at most {strategy.max_draws}"
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     ahead = ", while the next iteration is drawn" if config.draws_ahead else ""
-    replicas = f" in each of {components.engine.replicas} replicas" if components.engine.replicas > 1 else ""
     prints = f"; it prints to {buckets.origin(output_file(workdir))}" if config.reward.path else ""
-    chosen = f"; {components.slots_reason}" if components.slots_reason else ""
     longest = options.max_prompt_tokens + options.max_response_tokens
     made_for = (
         f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
@@ -133,9 +148,7 @@ def summary(
             *model_and_mesh(config, components, str(components.folder)),
             _compute(config, components),
             f"problems    {read}",
-            f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "
-            f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
-            f"{options.slots} slots{chosen})",
+            f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, {cache(components)}",
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
             f"{num_prompts:,}), {updates_each} each{ahead}; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",

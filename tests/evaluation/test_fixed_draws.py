@@ -10,6 +10,8 @@ import pytest
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.evaluation import fixed_draws
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, ResponseStore
+from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.sampling.rollouts import RolloutCounts, Rollouts
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 from tests.evaluation.test_response_store import HEADER
 
@@ -74,3 +76,31 @@ def test_what_is_graded_is_stored_while_the_rest_is_drawn(tmp_path):
         fixed_draws.draw(prompts(5), collecting(dying), verify, 2, slots=4, store=store, on_progress=lambda *_: None)
     # Six responses came back: those of three prompts.
     assert list(ResponseStore(tmp_path / "set.jsonl", HEADER).complete(prompts(5), 2)) == ["0", "1", "2"]
+
+
+def test_the_progress_line_has_tokens_before_a_response_ends(tmp_path, monkeypatch):
+    """Three windows of 64 tokens in 2 s each, without a response; then the counts of another chunk begin."""
+    said, clock = [], iter(range(0, 100, 2))
+    monkeypatch.setattr(fixed_draws.time, "monotonic", lambda: next(clock))
+    rollouts = object.__new__(Rollouts)  # no engine: the draws are scripted
+    rollouts.counts = RolloutCounts()
+    progress = Progress(1, 0, quiet=True)
+    monkeypatch.setattr(progress, "reach", lambda done, text="": said.append((done, text)))
+
+    def draw(drawn_prompts, *, store, on_progress):
+        for _ in range(3):
+            rollouts.counts.tokens += 64
+            on_progress(0, 0)
+        rollouts.counts = RolloutCounts(tokens=10)
+        on_progress(1, 2)
+
+    with ResponseStore(tmp_path / "set.jsonl", HEADER) as store:
+        fixed_draws.fill(store, prompts(1), draw, progress, "saved", rollouts, "set: ")
+    assert said == [
+        (0, "set: 0 responses"),
+        (0, "set: 0 responses"),
+        (0, "set: 0 responses, 32 tokens/s"),
+        (0, "set: 0 responses, 32 tokens/s"),
+        (1, "set: 2 responses"),
+        (1, ""),
+    ]

@@ -47,6 +47,21 @@ def test_table():
     ]
 
 
+def test_a_grader_that_reads_nothing_has_a_note():
+    results = {
+        "a": statistics([problem("0000", reasons="nnnn")]),
+        "b": statistics([problem("0001", reasons="nn")]),
+    }
+    lines = table(results, samples=4, graders={"a": "math", "b": "math"}).splitlines()
+    notes = [line for line in lines if line.startswith("- ")]
+    assert len(notes) == 1 and notes[0].startswith("- 100% of the responses to a have no")
+    assert """--config.evaluation.graders='("a=gsm8k",)' with --regrade""" in notes[0]
+    notes = [
+        line for line in table(results, samples=4, graders={"a": "gsm8k", "b": "math"}).splitlines() if line[0:1] == "-"
+    ]
+    assert notes == []
+
+
 def test_a_bar_in_a_label_does_not_end_its_cell():
     assert results_table.markdown(["x", "n"], [["|a|", "1"]]).splitlines()[2] == r"| \|a\| | 1 |"
 

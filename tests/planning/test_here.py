@@ -26,6 +26,20 @@ def test_the_line_of_a_dry_run(monkeypatch):
     )
 
 
+def test_the_line_of_draws_alone(monkeypatch):
+    # A step of 128 slots takes 107,392 * 2 us = 0.2148 s. 300 responses of 50 tokens fill the slots three times: 32 s.
+    monkeypatch.setattr(here, "product_seconds", lambda rows, *_: {128: 2e-6}[rows])
+    config = components_lib.for_devices(tiny())
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    assert here.drawing_line(config, components, 300, 50) == (
+        "time        about 32 s here to draw 300 responses, if all have 50 tokens"
+    )
+    # 2 million responses: 15,625 times 10.74 s, 47 hours; 20 million: 19 days.
+    assert "about 47 h here" in here.drawing_line(config, components, 2_000_000, 50)
+    assert "about 19 days here" in here.drawing_line(config, components, 20_000_000, 50)
+    assert "about 1942 days here" in here.drawing_line(config, components, 2_000_000_000, 50)
+
+
 def test_a_product_is_timed(monkeypatch):
     monkeypatch.setattr(here, "WEIGHTS", 2**16)
     assert 0 < here.product_seconds(64, 32, "float32") < 1.0

@@ -9,6 +9,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, replaced
 from reinforce_ada_jax.policy import rounded
 from reinforce_ada_jax.training import components as components_lib
+from tests import running
 from tests.sampling import tiny
 
 SMALL = tiny.ARCHITECTURE
@@ -34,6 +35,19 @@ def test_slots_are_those_that_small_rounds_keep_busy_on_a_cpu(architecture, plat
 
 def test_commands_without_a_strategy_decode_as_many_rows_as_pay_on_a_cpu():
     assert components_lib.choose_slots(Config(), LARGE, "cpu")[0] == 64
+
+
+def test_few_responses_get_few_slots_where_a_cpu_chose_them():
+    config = components_lib.for_devices(running.tiny(**{"sampling.slots": 32}))
+    chosen = components_lib.build(config, components_lib.model_folder(config.model.path))
+    assert components_lib.for_responses(config, chosen, 5) is chosen  # a setting stays
+
+    chosen = dataclasses.replace(chosen, slots_reason="on a CPU")
+    few = components_lib.for_responses(config, chosen, 17)
+    assert (few.engine.options.slots, few.slots_reason) == (24, "17 responses fill no more")
+    assert few.engine.cache_bytes < chosen.engine.cache_bytes
+    assert few.mesh == chosen.mesh and few.engine.options.stop_ids == chosen.engine.options.stop_ids
+    assert components_lib.for_responses(config, chosen, 25) is chosen  # 32, as it is
 
 
 @pytest.mark.parametrize(

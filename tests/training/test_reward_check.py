@@ -152,6 +152,17 @@ def test_rewards_that_are_all_below_the_threshold_are_said():
     assert said(0, 1, 4).startswith("none of 3 responses counts as correct: rewards are 0 to 4, and ")
 
 
+def test_a_grader_that_finds_no_answer_is_said():
+    verdicts = [Verdict(False, 0.0, "no_answer")] * 9 + [Verdict(True, 1.0)]
+    assert reward_check.share_without_answer(verdicts) == 0.9 and reward_check.share_without_answer([]) == 0.0
+    said = reward_check.without_answer("math", 0.9, " to gsm20", "--flag")
+    assert said.startswith(r"90% of the responses to gsm20 have no \boxed{}, and the grader 'math' reads nothing else.")
+    assert said.endswith("choose another grader: --flag takes the last number.")
+    assert reward_check.without_answer("math", 0.89, "", "") == ""
+    assert reward_check.without_answer("gsm8k", 1.0, "", "") == ""  # it reads any number
+    assert reward_check.without_answer("mine.py:grade", 1.0, "", "") == ""
+
+
 def test_another_reward_file_is_refused_unless_it_is_accepted(tmp_path):
     ours = {"config": "c", "architecture": {}, "prompts": "a", "reward": "1", "base": None, "reference": None}
     ours |= {"code": ""}
