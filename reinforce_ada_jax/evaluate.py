@@ -89,8 +89,9 @@ def _check(config: Config, options: Options) -> None:
 
 def main(config: Config, options: Options) -> None:
     """Evaluates, or grades stored responses again; prints and writes the table and the results."""
+    from reinforce_ada_jax.data.prompts import benchmark_name
     from reinforce_ada_jax.distributed import processes
-    from reinforce_ada_jax.evaluation import stored_evaluation
+    from reinforce_ada_jax.evaluation import response_store, stored_evaluation
     from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
     from reinforce_ada_jax.planning import here
     from reinforce_ada_jax.training import components as components_lib
@@ -105,14 +106,17 @@ def main(config: Config, options: Options) -> None:
             if options.output is not None:
                 written = stack.enter_context(local_copy.opened(options.output, "--output"))[0]
             before = None if options.initial is None else buckets.local(options.initial)
-            if run is None:  # a folder has no adapters
-                config = config_lib.replaced(config, {"lora.rank": 0})
+            source = PolicySource(run, components_lib.model_folder(model or config.model.path))
+            if run is None:
+                config = config_lib.replaced(config, {"lora.rank": 0})  # a folder has no adapters
+                names = [f"{benchmark_name(each)}.jsonl" for each in config.evaluation.benchmarks]
+                stores = [(written or source.output(0)) / name for name in names]
+                config = response_store.with_stored_dtype(config, stores)
             if run is not None or not regrade:
                 config = components_lib.for_devices(config, run, model)
             if run is not None:
                 graded_by = () if regrade else config_lib.GRADED_BY
                 config_lib.check_evaluated(config, run, config_lib.DRAWN_WITH + graded_by)
-            source = PolicySource(run, components_lib.model_folder(model or config.model.path))
         with cli.interruptible("Graded responses are stored"):
             if regrade:
                 evaluation = stored_evaluation.regrade(config, source, written, before, samples=options.samples)

@@ -1,4 +1,4 @@
-"""Which settings a wrong name most likely means."""
+"""Settings that a wrong name most likely means."""
 
 import difflib
 

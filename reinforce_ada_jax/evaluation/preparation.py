@@ -356,7 +356,8 @@ def prepare(
         band.check(samples)
         files.check(source)
         changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": (), "lora.rank": 0}
-        config = components_lib.for_devices(config_lib.check(config_lib.replaced(config, changes)))
+        config = config_lib.check(config_lib.replaced(config, changes))
+        config = components_lib.for_devices(response_store.with_stored_dtype(config, [files.draws / "responses.jsonl"]))
         problems = components_lib.load_problems(source, config)
         components = components_lib.build(config, components_lib.model_folder(config.model.path))
         processes.check_same("the configurations", config_lib.to_json(config))

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
+from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, replaced
 from reinforce_ada_jax.config.resume import shortened
+from reinforce_ada_jax.config.values import DTYPES
 from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files import buckets
@@ -144,6 +145,18 @@ def read_header(file: pathlib.Path) -> Header:
     if not all(isinstance(found.get(part), dict) for part in ("drawn", "graded")):
         raise ValueError(f"{buckets.origin(header)} has no objects drawn and graded. {remedy}")
     return found
+
+
+def with_stored_dtype(config: Config, files: Iterable[pathlib.Path]) -> Config:
+    """Returns `config`; model.compute_dtype "auto" becomes that of the first store which is there.
+
+    Measured again on a busy machine it may be another one, and the same command would be refused.
+    """
+    headers = [file for file in files if file.exists() and file.with_suffix(HEADER).exists()]
+    if not headers or config.model.compute_dtype != "auto" or processes.count() > 1:
+        return config
+    dtype = read_header(headers[0])["drawn"].get("compute_dtype")
+    return replaced(config, {"model.compute_dtype": dtype}) if dtype in DTYPES else config
 
 
 def _parsed(row: Any) -> tuple[dict[str, Any], GradedResponse]:

@@ -9,7 +9,7 @@ in bfloat16 are carried as their bits.
 import contextlib
 import functools
 import math
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -128,22 +128,20 @@ def product(x: Array, matrix: Rounded, num_inputs: int) -> Array:
 def is_faster() -> bool:
     """Returns True if this processor needs at most two thirds of the time for products of rounded matrices.
 
-    256 rows by a matrix of 576 x 1,536, a layer's in a small language model, forwards and backwards; the least of five
-    times each. False, too, where XLA can't run them.
+    256 rows by a matrix of 576 x 1,536, a layer's in a small language model, forwards and backwards; the least of
+    fifteen times each, in turn, since other programs may be running. False, too, where XLA can't run them.
     """
+    x, matrix = jnp.ones((256, 576)), jnp.ones((576, 1536))
 
-    def seconds(product: Callable[[Array, Array], Array]) -> float:
-        x, matrix = jnp.ones((256, 576)), jnp.ones((576, 1536))
+    def compiled(product: Callable[[Array, Array], Array]) -> Callable[[], object]:
         gradients = jax.jit(jax.grad(lambda x, matrix: jnp.sum(product(x, matrix) ** 2), argnums=(0, 1)))
-        jax.block_until_ready(gradients(x, matrix))  # compiles
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            jax.block_until_ready(gradients(x, matrix))
-            times.append(time.perf_counter() - begin)
-        return min(times)
+        jax.block_until_ready(gradients(x, matrix))
+        return lambda: jax.block_until_ready(gradients(x, matrix))
 
     try:
-        return 1.5 * seconds(_of_rows) <= seconds(jnp.matmul)
+        run_rounded, run_whole = compiled(_of_rows), compiled(jnp.matmul)
+        pairs = [(timeit.timeit(run_rounded, number=1), timeit.timeit(run_whole, number=1)) for _ in range(15)]
     except jax.errors.JaxRuntimeError:
         return False
+    rounded_s, whole_s = map(min, zip(*pairs, strict=True))
+    return 1.5 * rounded_s <= whole_s

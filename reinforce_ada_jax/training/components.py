@@ -304,7 +304,7 @@ def _make_engine(
 
 
 def for_responses(config: Config, components: Components, responses: int) -> Components:
-    """Returns the components of a command that draws so many responses: with fewer slots where more would stay idle.
+    """Returns the components with fewer slots, where a command draws too few responses to fill them.
 
     On CPUs an idle row costs what a busy one does, and each slot takes memory of the cache: SmolLM2-135M with texts of
     1,024 tokens took 5.8 GB with 64 slots.

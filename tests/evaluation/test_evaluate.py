@@ -283,6 +283,14 @@ def test_a_folder_has_no_adapters_whatever_the_configuration_trains(tmp_path, wo
     assert len(rows) == 32
 
 
+def test_stored_responses_keep_their_precision(tmp_path, words):
+    """On a busy machine a measurement may choose another one for the same command."""
+    run(words, tmp_path / "out", samples=1, **{"model.compute_dtype": "bfloat16"})
+    before = (tmp_path / "out" / "words.jsonl").read_bytes()
+    run(words, tmp_path / "out", samples=1, **{"model.compute_dtype": "auto"})  # float32 for a small model
+    assert (tmp_path / "out" / "words.jsonl").read_bytes() == before
+
+
 def test_a_run_is_evaluated_with_its_own_configuration(tmp_path, capsys):
     (tmp_path / "config.json").write_text(config_lib.to_json(tiny()))
 

@@ -130,6 +130,8 @@ def test_rewards_that_fail_leave_their_prompts_out(tmp_path, capsys):
     assert manifest["counts"]["reference_fails"] == 3 and manifest["histogram"] == [0, 0, 0, 0, 1]
     assert [(problem["answer"], problem["pass_rate"]) for problem in load_problems(str(output))] == [("fine", 1.0)]
     before = output.read_bytes()
+    run(source, output, band=(0.0, 1.0), **changes | {"model.compute_dtype": "auto"})  # that of the responses
+    assert output.read_bytes() == before
     nothing = refusal(capsys, source, output, band=(0.0, 0.5), **changes)
     assert "no prompt has 0 < pass rate <= 0.5, so nothing is written. Move --min_pass_rate" in nothing
     assert output.read_bytes() == before
