@@ -32,6 +32,7 @@ def build(settings: ServerSettings) -> "Components":
     """Returns the components of the model folder; no weight is read."""
     from reinforce_ada_jax.distributed import mesh, processes
     from reinforce_ada_jax.training import components as components_lib
+    from reinforce_ada_jax.training import host_memory
 
     grpc, replicas = settings.api == "grpc", settings.replicas
     if not replicas or processes.count() > 1:
@@ -47,9 +48,10 @@ def build(settings: ServerSettings) -> "Components":
             window=1 if grpc else 16, drafts=0 if grpc else None,
         ),
     )  # fmt: skip
-    return components_lib.build(
-        components_lib.for_devices(config, model=settings.model), components_lib.model_folder(settings.model)
-    )
+    config = components_lib.for_devices(config, model=settings.model)
+    components = components_lib.build(config, components_lib.model_folder(settings.model))
+    host_memory.check(components.engine, components.architecture.num_parameters * components.engine.dtype.itemsize)
+    return components
 
 
 def _weights(components: "Components") -> "Params":

@@ -67,6 +67,7 @@ from reinforce_ada_jax.sampling.engine import Engine, choose_apart, choose_tail,
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.rings import choose_ring_window
 from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.training import host_memory
 from reinforce_ada_jax.training.environments import Drawing, Environments
 from reinforce_ada_jax.training.reward_check import output_file, reward_columns
 from reinforce_ada_jax.types import Prompt, Response, Verdict
@@ -258,6 +259,12 @@ def engine_options(
         records_experts=architecture.num_experts > 0,
     )
     pages = options.pages or max(enough_pages(options), least_pages(config))
+    if pages >= 2**31:
+        raise ValueError(
+            f"{slots:,} slots, prompts of up to {options.max_prompt_tokens:,} tokens and responses of up to "
+            f"{options.max_response_tokens:,} need {pages:,} pages of {options.page_size}, and devices count them in "
+            "32 bits. Lower one of them."
+        )
     options = dataclasses.replace(options, pages=pages)
     if not config.environment.path:
         return dataclasses.replace(options, ring_window=choose_ring_window(architecture, options))
@@ -307,15 +314,17 @@ def for_responses(config: Config, components: Components, responses: int) -> Com
     """Returns the components with fewer slots, where a command draws too few responses to fill them.
 
     On CPUs an idle row costs what a busy one does, and each slot takes memory of the cache: SmolLM2-135M with texts of
-    1,024 tokens took 5.8 GB with 64 slots.
+    1,024 tokens took 5.8 GB with 64 slots. Raises ValueError where weights and cache do not fit the machine.
     """
     engine = components.engine
     slots = -(-responses // (engine.replicas * SLOTS_STEP)) * SLOTS_STEP
     is_set = not components.slots_reason or engine.options.slots >= MOST_SLOTS
-    if is_set or slots >= engine.options.slots or processes.count() > 1:
-        return components
-    _, fewer = _make_engine(config, components.architecture, components.tokenizer.stop_ids, slots, trains=False)
-    return dataclasses.replace(components, engine=fewer, slots_reason=f"{responses:,} responses fill no more")
+    if not is_set and slots < engine.options.slots and processes.count() == 1:
+        _, engine = _make_engine(config, components.architecture, components.tokenizer.stop_ids, slots, trains=False)
+        reason = f"{responses:,} responses fill no more"
+        components = dataclasses.replace(components, engine=engine, slots_reason=reason)
+    host_memory.check(engine, components.architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize)
+    return components
 
 
 def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None) -> Components:

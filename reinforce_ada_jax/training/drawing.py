@@ -195,6 +195,7 @@ def draw_fn(
             deterministic=components_lib.deterministic(config),
             speculative=run.components.draws_speculatively(config.collection),
         )
+        stop.show(f"collecting: 0/{len(job.prompts)} prompts")  # the first window of a large model takes a while
         try:
             pools = collect(
                 job.prompts, sample_fn, verify, job.strategy, options,

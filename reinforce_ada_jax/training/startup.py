@@ -31,7 +31,7 @@ from reinforce_ada_jax.reporting.writers import MetricsWriter, check_installed
 from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import fingerprints, resume, summary
+from reinforce_ada_jax.training import fingerprints, host_memory, resume, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.drawing_hosts import DrawingHosts
@@ -76,6 +76,7 @@ def read_inputs(
     check_contents(workdir)
     resume.check_command(workdir, supervised=False)
     components = read_components(config, workdir, strategy)
+    host_memory.check(components.engine, sum(summary.weight_bytes(config, components)))
     read: list[str] = []
     prompts = components.prompts(config.data.prompts, config, read.append)
     simulate.check_own(config.collection, strategy, prompts)

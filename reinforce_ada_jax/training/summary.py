@@ -56,6 +56,15 @@ def _compute(config: Config, components: Components) -> str:
     return f"compute     {platform}: decode attention {decode}, {chosen.describe()}{chain}{gathered}"
 
 
+def weight_bytes(config: Config, components: Components) -> tuple[int, int]:
+    """Returns the bytes of what a run trains, with its moments in float32, and of the base of its adapters."""
+    architecture, adapters = components.architecture, lora.make(config.lora)
+    if adapters is None:
+        return 3 * 4 * architecture.num_parameters, 0
+    base = architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
+    return 3 * 4 * lora.num_parameters(architecture, adapters), base
+
+
 def cache(components: Components) -> str:
     """Returns the size of the cache of keys and values, with the pages and slots that it comes from."""
     options, replicas = components.engine.options, components.engine.replicas
@@ -128,8 +137,7 @@ def summary(
     collection = config.collection
     adapters = lora.make(config.lora)
     trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
-    trained_bytes = 3 * trained * 4  # float32
-    base_bytes = 0 if adapters is None else architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
+    trained_bytes, base_bytes = weight_bytes(config, components)
     over = ""
     if adapters is not None:
         over = f" of {trained:,} adapter weights (rank {adapters.rank}, alpha {adapters.alpha:g}, on "
