@@ -363,7 +363,7 @@ def prepare(
         processes.check_same("the configurations", config_lib.to_json(config))
         verifier_pool = components_lib.verifier_pool(config, files.draws)
         prompts, counts = _unique_and_short(config, components, problems)
-        components = components_lib.for_responses(config, components, samples * len(prompts))
+        components = components_lib.for_responses(config, components, prompts, samples)
         processes.check_same("the problems", hash_of_problems(prompts))
         reward = check_reward(config, verifier_pool, prompts[:1])
         if cost is not None or not files.draws.exists():

@@ -153,8 +153,8 @@ def evaluate(
         components = components_lib.build(config, source.folder)
         read: list[str] = []
         benchmarks = evaluator.load_benchmarks(components, config, read.append)
-        responses = settings.samples * sum(map(len, benchmarks.values()))
-        components = components_lib.for_responses(config, components, responses)
+        every = [prompt for prompts in benchmarks.values() for prompt in prompts]
+        components = components_lib.for_responses(config, components, every, settings.samples)
         processes.check_same("the configurations", config_lib.to_json(config))
         processes.check_same("the problems", "".join(map(hash_of_problems, benchmarks.values())))
         rates = _initial_pass_rates(initial, benchmarks) if processes.is_writer() else {}
@@ -181,7 +181,7 @@ def evaluate(
     model = summary.model_and_memory(config, components, policy)
     text = summary.drawing(model, counts, read, settings.samples, settings, output, reward=reward)
     if cost is not None:
-        text = f"{text}\n{cost(config, components, responses, settings.max_response_tokens)}"
+        text = f"{text}\n{cost(config, components, settings.samples * len(every), settings.max_response_tokens)}"
     if processes.is_writer():
         print(summary.dry_run(config, text) if dry_run else text, flush=True)
     if dry_run:

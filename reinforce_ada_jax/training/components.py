@@ -31,6 +31,7 @@ from reinforce_ada_jax.config import (
     longest_prompt,
     longest_response,
     longest_turn,
+    replaced,
     with_saved_dtype,
 )
 from reinforce_ada_jax.data import prompts as prompts_lib
@@ -74,7 +75,8 @@ from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Slots of a replica where a step of many rows takes as long as one of few: not on CPUs, unless the model is small.
 MOST_SLOTS = 256
-SLOTS_STEP = 8  # of the numbers of slots for few responses: each number is a program to compile
+# Steps of slots and of prompt lengths that go by what is drawn: each pair is a program to compile.
+SLOTS_STEP, LENGTHS_STEP = 8, 64
 # Prompt tokens that are prefilled before a decode step. A chunk takes its tokens from several prompts.
 PREFILL_TOKENS = 256
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
@@ -310,18 +312,23 @@ def _make_engine(
     return mesh, Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
 
 
-def for_responses(config: Config, components: Components, responses: int) -> Components:
-    """Returns the components with fewer slots, where a command draws too few responses to fill them.
+def for_responses(config: Config, components: Components, prompts: Sequence[Prompt], samples: int) -> Components:
+    """Returns the components of a command that draws `samples` responses to each prompt, with no more room than that.
 
-    On CPUs an idle row costs what a busy one does, and each slot takes memory of the cache: SmolLM2-135M with texts of
-    1,024 tokens took 5.8 GB with 64 slots. Raises ValueError where weights and cache do not fit the machine.
+    On CPUs an idle row costs what a busy one does, and the cache has pages for the longest prompt in each slot:
+    SmolLM2-135M with texts of 512 + 512 tokens took 5.8 GB with 64 slots. Raises ValueError where weights and cache do
+    not fit the machine.
     """
-    engine = components.engine
-    slots = -(-responses // (engine.replicas * SLOTS_STEP)) * SLOTS_STEP
+    engine, responses = components.engine, samples * len(prompts)
     is_set = not components.slots_reason or engine.options.slots >= MOST_SLOTS
-    if not is_set and slots < engine.options.slots and processes.count() == 1:
+    if not is_set and processes.count() == 1:
+        slots = -(-responses // (engine.replicas * SLOTS_STEP)) * SLOTS_STEP
+        reason = f"{responses:,} responses fill no more" if slots < engine.options.slots else components.slots_reason
+        slots, longest = min(slots, engine.options.slots), max(len(prompt.tokens) for prompt in prompts)
+        if not config.environment.path:  # where prompts grow
+            longest = min(-(-longest // LENGTHS_STEP) * LENGTHS_STEP, config.data.max_prompt_tokens)
+            config = replaced(config, {"data.max_prompt_tokens": longest})
         _, engine = _make_engine(config, components.architecture, components.tokenizer.stop_ids, slots, trains=False)
-        reason = f"{responses:,} responses fill no more"
         components = dataclasses.replace(components, engine=engine, slots_reason=reason)
     host_memory.check(engine, components.architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize)
     return components

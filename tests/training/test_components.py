@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, replaced
 from reinforce_ada_jax.policy import rounded
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.types import Prompt
 from tests import running
 from tests.sampling import tiny
 
@@ -37,17 +39,21 @@ def test_commands_without_a_strategy_decode_as_many_rows_as_pay_on_a_cpu():
     assert components_lib.choose_slots(Config(), LARGE, "cpu")[0] == 64
 
 
-def test_few_responses_get_few_slots_where_a_cpu_chose_them():
-    config = components_lib.for_devices(running.tiny(**{"sampling.slots": 32}))
+def test_draws_get_no_more_room_than_they_need_where_a_cpu_chose_it():
+    config = components_lib.for_devices(running.tiny(**{"sampling.slots": 32, "data.max_prompt_tokens": 512}))
     chosen = components_lib.build(config, components_lib.model_folder(config.model.path))
-    assert components_lib.for_responses(config, chosen, 5) is chosen  # a setting stays
+    prompts = [Prompt(str(length), "", "", np.zeros(length, np.int32)) for length in (5, 65)]
+    assert components_lib.for_responses(config, chosen, prompts, 5) is chosen  # a setting stays
 
     chosen = dataclasses.replace(chosen, slots_reason="on a CPU")
-    few = components_lib.for_responses(config, chosen, 17)
-    assert (few.engine.options.slots, few.slots_reason) == (24, "17 responses fill no more")
-    assert few.engine.cache_bytes < chosen.engine.cache_bytes
-    assert few.mesh == chosen.mesh and few.engine.options.stop_ids == chosen.engine.options.stop_ids
-    assert components_lib.for_responses(config, chosen, 25) is chosen  # 32, as it is
+    few = components_lib.for_responses(config, chosen, prompts, 9)  # 18 responses
+    options = few.engine.options
+    assert (options.slots, options.max_prompt_tokens, few.slots_reason) == (24, 128, "18 responses fill no more")
+    assert few.engine.cache_bytes < chosen.engine.cache_bytes / 2
+    assert few.mesh == chosen.mesh and options.stop_ids == chosen.engine.options.stop_ids
+    many = components_lib.for_responses(config, chosen, prompts[:1], 100)
+    assert (many.engine.options.slots, many.engine.options.max_prompt_tokens) == (32, 64)
+    assert many.slots_reason == "on a CPU"
 
 
 @pytest.mark.parametrize(

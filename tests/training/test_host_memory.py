@@ -2,11 +2,15 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import host_memory
+from reinforce_ada_jax.types import Prompt
 from tests.running import tiny
+
+PROMPTS = [Prompt("0", "", "", np.zeros(8, np.int32))]
 
 
 @pytest.fixture
@@ -37,9 +41,9 @@ def test_few_responses_are_checked_with_their_own_slots(monkeypatch):
     config = tiny(**{"sampling.slots": 32})
     components = components_lib.build(config, components_lib.model_folder(config.model.path))
     components = dataclasses.replace(components, slots_reason="on a CPU")
-    few = components_lib.for_responses(config, components, 8).engine
+    few = components_lib.for_responses(config, components, PROMPTS, 8).engine
     least = few.cache_bytes * few.replicas + 4 * components.architecture.num_parameters
     monkeypatch.setattr(host_memory, "of_machine", lambda: least)
-    components_lib.for_responses(config, components, 8)
+    components_lib.for_responses(config, components, PROMPTS, 8)
     with pytest.raises(ValueError, match="The cache is that of 16 slots"):
-        components_lib.for_responses(config, components, 9)
+        components_lib.for_responses(config, components, PROMPTS, 9)
