@@ -40,7 +40,7 @@ def _flags_of(program: str) -> tuple[str, list[tuple[str, str, str]]]:
     rows = []
     for flag in sorted(set(flags.FLAGS) - before):
         entry = flags.FLAGS[flag]
-        text = re.sub(r"^<.*?>: ", "", (entry.help or "").partition("\n\n")[0].partition("\n  ")[0])
+        text = re.sub(r"^<.*?>: ", "", re.split(r";?\n(?:\n|  )", entry.help or "")[0])
         choices = f" One of {', '.join(entry.parser.enum_values)}." if hasattr(entry.parser, "enum_values") else ""
         default = "" if entry.default is None else entry.serialize().partition("=")[2] or str(entry.default)
         if entry.boolean and entry.default is not None:

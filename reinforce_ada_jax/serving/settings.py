@@ -36,8 +36,8 @@ class ServerSettings:
 
     model: str = dataclasses.field(
         metadata={
-            "text": "Hugging Face folder, GGUF file, OWNER/MODEL of huggingface.co, or package:cipher. Not with "
-            "--api=grpc: NAME=FOLDER, and several of them.",
+            "text": "Hugging Face folder, GGUF file, OWNER/MODEL of huggingface.co, or package:cipher. NAME=FOLDER "
+            "gives it a name; repeat the flag for several models. Both are not for --api=grpc.",
             "allowed": None,
         }
     )
