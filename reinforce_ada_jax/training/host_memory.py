@@ -1,4 +1,4 @@
-"""Whether weights and cache fit the memory of a CPU's machine: a process that needs more is killed without a word."""
+"""Checks that weights and cache fit the memory of a CPU's machine, which kills a process that needs more."""
 
 import os
 import pathlib
