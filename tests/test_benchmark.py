@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from reinforce_ada_jax import benchmark
-from tests import forked
+from tests import forked, standins
 from tests.running import environment
 
 SMALL = ["--config=configs/tiny.py", "--config.sampling.slots=32", "--config.collection.prompts_per_iteration=8",
@@ -43,10 +43,8 @@ def test_first_iterations_are_left_out(monkeypatch):
 
 
 def test_a_run_that_fails_is_said(monkeypatch, capsys):
-    def fail(*_):
-        raise RuntimeError("'train' ended with exit code 2 before 'first token': ")
-
-    monkeypatch.setattr(benchmark, "seconds_until", fail)
+    error = RuntimeError("'train' ended with exit code 2 before 'first token': ")
+    standins.failing(monkeypatch, benchmark, "seconds_until", error)
     with pytest.raises(SystemExit, match="1"):
         benchmark.main(SMALL, 3, None)
     assert "ended with exit code 2" in capsys.readouterr().err

@@ -6,11 +6,12 @@ import time
 import pytest
 
 from reinforce_ada_jax import user_code
+from tests import standins
 
 
 def test_a_file_runs_without_bytecode_in_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)  # as for most users
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    standins.import_paths(monkeypatch)
     file = tmp_path / "mine.py"
     file.write_text("def treble(x):\n    return 3 * x\n")
     assert user_code.run(file).treble(2) == 6
@@ -26,7 +27,7 @@ def test_an_interrupted_file_names_the_line_that_ran(tmp_path, capsys):
 
 
 def test_a_file_that_does_not_end_is_named_with_its_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(user_code, "NOTE_AFTER_S", 0.05)
+    standins.constants(monkeypatch, user_code, NOTE_AFTER_S=0.05)
     file = tmp_path / "mine.py"
     file.write_text("import time\ndef f():\n    time.sleep(1.0)\nf()\n")
     with user_code.failures(file, "collection.strategy is 'mine.py:f'"):

@@ -15,6 +15,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.types import ScoreNoise
+from tests import standins
 
 RATES = np.array([0.0, 0.01, 0.1, 0.5, 0.73, 1.0])
 COLUMNS = {field.name for field in dataclasses.fields(enumeration.Expectations)} - {"pass_rates", "rows"}
@@ -498,7 +499,7 @@ def test_a_strategy_that_breaks_its_bounds(sizes, most, parts):
 
 
 def test_a_strategy_without_end(monkeypatch):
-    monkeypatch.setattr(enumeration, "MAX_ROUNDS", 50)
+    standins.constants(monkeypatch, enumeration, MAX_ROUNDS=50)
     endless = strategies.build(config("ngu", retry_probability=0.9, max_draws=0))
     # 0.9^49 = 5.7e-3: the fiftieth round is drawn after 49 retries.
     with pytest.raises(ValueError, match=r"After 50 rounds 5\.7e-03 of all prompts are still being drawn.*max_draws"):

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from bench import accelerator, command_line, models
+from tests import standins
 from tests.bench.test_rollout import parsed
 
 SIZES = dict(
@@ -48,7 +49,7 @@ def test_the_hand_over_and_the_loss_count_what_they_must_do():
 
 
 def test_attention_over_pages_counts_what_slots_see(monkeypatch):
-    monkeypatch.setattr(accelerator, "WINDOW", 3)
+    standins.constants(monkeypatch, accelerator, WINDOW=3)
     pages = accelerator.pages(ARCHITECTURE, OPTIONS)["pages"]
     a = ARCHITECTURE
     number = a.num_layers * a.num_kv_heads * a.head_dim
@@ -67,7 +68,7 @@ def test_a_kernel_is_compared_with_jnp(monkeypatch):
         return plain(*arrays, backend="jnp", **options) * (1.5 if backend == "pallas_gpu" else 1)
 
     monkeypatch.setattr(accelerator, "paged_attention", other)
-    monkeypatch.setattr(accelerator, "FOR_PLATFORM", {"cpu": "pallas_gpu"})
+    standins.constants(monkeypatch, accelerator, FOR_PLATFORM={"cpu": "pallas_gpu"})
     pages = accelerator.pages(ARCHITECTURE, OPTIONS)["pages"]
     assert pages["float32"]["pallas_gpu"]["difference"] == pytest.approx(0.5)
     assert pages["seconds"] == pages["bfloat16"]["pallas_gpu"]["seconds"]
@@ -82,10 +83,7 @@ def test_implementations_of_attention_are_compared(monkeypatch):
     assert (found["chosen"], found["seconds"]) == ("blocks", found["blocks"]["seconds"])
     assert found["jnp"]["difference"] == 0 and 0 < found["blocks"]["difference"] < 0.02
 
-    def refuse(platform, mesh):
-        raise NotImplementedError("no kernel\nfor this")
-
-    monkeypatch.setattr(accelerator, "choose_attention", refuse)
+    standins.failing(monkeypatch, accelerator, "choose_attention", NotImplementedError("no kernel\nfor this"))
     failed = accelerator.attention(ARCHITECTURE, OPTIONS)["attention"]
     assert failed["blocks"] == {"failed": "no kernel"} and "seconds" not in failed
 

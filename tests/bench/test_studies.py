@@ -17,6 +17,7 @@ from reinforce_ada_jax.analysis.inputs import strategy_settings
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.config import CollectionConfig
+from tests import standins
 from tests.analysis.test_simulate import lines_after, result
 from tests.collection.test_objectives import OBJECTIVES
 
@@ -312,9 +313,7 @@ def test_the_strategies_that_the_study_shows_are_allowed():
 
 @pytest.mark.slow  # its numbers are tried above; test_epsilon writes the files of a study
 def test_learning(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(studies, "UPDATES", (1, 4))
-    monkeypatch.setattr(studies, "DRAWS", (1000, 4000))
-    monkeypatch.setattr(studies, "POPULATION", 64)
+    standins.constants(monkeypatch, studies, UPDATES=(1, 4), DRAWS=(1000, 4000), POPULATION=64)
     folder = tmp_path / "out"
     run("--study=learning", f"--output={folder}")
     shown = capsys.readouterr().out

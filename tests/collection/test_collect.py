@@ -13,6 +13,7 @@ from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.types import Prefetch, Prompt, Response, Verdict
+from tests import standins
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
@@ -439,7 +440,7 @@ def test_idle_slots_start_the_next_collection_which_resumes_from_there():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_who_waits_for_verdicts_is_asked_all_the_while(monkeypatch, deterministic):
-    monkeypatch.setattr(verification, "WAIT_S", 0.01)
+    standins.constants(monkeypatch, verification, WAIT_S=0.01)
     asked, broken_off = [], {}
 
     def on_progress(closed, drawn):

@@ -18,6 +18,7 @@ from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import PromptProgress, uniform_at_address
 from reinforce_ada_jax.config import collection_rules, values
 from reinforce_ada_jax.types import PartialRollouts, Prompt, Response, Verdict
+from tests import standins
 
 PROMPT = Prompt("p", "", "", np.zeros(1, np.int32))
 
@@ -535,7 +536,7 @@ def mine(config):
 @pytest.fixture
 def import_state(monkeypatch):
     """Removes the import paths and modules that a test adds."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    standins.import_paths(monkeypatch)
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

@@ -13,6 +13,7 @@ from reinforce_ada_jax.collection.request_queue import CollectionQueue
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
+from tests import standins
 
 PROMPTS = [Prompt(f"p{row}", "", "", np.array([row, row], np.int32)) for row in range(3)]
 GRPO = strategies.build(SimpleNamespace(strategy="grpo", group_size=2, samples_per_round=2, max_rounds=1))
@@ -181,7 +182,7 @@ def test_a_collection_that_is_broken_off_goes_on_from_its_finished_rounds():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_who_waits_for_answers_is_asked_all_the_while(monkeypatch, deterministic):
-    monkeypatch.setattr(trajectories, "WAIT_S", 0.01)
+    standins.constants(monkeypatch, trajectories, WAIT_S=0.01)
     silent = Countdown(lambda row, draw: 1, at_once=False)
     with pytest.raises(KeyError):
         draw(silent, iter_once, asked=3, deterministic=deterministic)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from reinforce_ada_jax.data import cipher, prompts
+from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.files import MAX_LINE_BYTES
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -102,16 +102,16 @@ def test_a_character_that_the_tokenizer_lacks(tmp_path, tokenizer):
         tokenize(problems, tokenizer, "plain", 100)
 
 
-def test_a_long_text_is_not_tokenised(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(prompts, "UNCHECKED_CHARACTERS", 1000)
-    # The tokenizer lacks "~": an attempt would be another error.
-    long = GOOD | {"id": "b", "problem": "~" * 3201}
-    problems = load_problems(write(tmp_path, GOOD | {"problem": "А" * 150}, long))
+def test_a_long_text_is_not_tokenised(tmp_path, tokenizer):
+    # 32 characters for each of 4,000 tokens. The tokenizer lacks "~": an attempt would be another error.
+    long = GOOD | {"id": "b", "problem": "~" * 128_001}
+    problems = load_problems(write(tmp_path, GOOD | {"problem": "А" * 4_000}, long))
     with pytest.raises(ValueError) as error:
-        tokenize(problems, tokenizer, "plain", 100)
-    assert "1 prompts have 151 to 151 tokens and 1 prompts have up to 3,201 characters, limit 100" in str(error.value)
+        tokenize(problems, tokenizer, "plain", 4_000)
+    counts = "1 prompts have 4,001 to 4,001 tokens and 1 prompts have up to 128,001 characters, limit 4,000"
+    assert counts in str(error.value)
     assert "bad.jsonl, line 1. Their ids: a, b." in str(error.value)
     # Messages are counted as a whole.
-    chat = GOOD | {"prompt": [{"role": "system", "content": "~" * 3195}, {"role": "user", "content": "АБ=АБ="}]}
-    with pytest.raises(ValueError, match="1 prompts have up to 3,201 characters"):
-        tokenize(load_problems(write(tmp_path, chat)), tokenizer, "chat", 100)
+    chat = GOOD | {"prompt": [{"role": "system", "content": "~" * 127_995}, {"role": "user", "content": "АБ=АБ="}]}
+    with pytest.raises(ValueError, match="1 prompts have up to 128,001 characters"):
+        tokenize(load_problems(write(tmp_path, chat)), tokenizer, "chat", 4_000)

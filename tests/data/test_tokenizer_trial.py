@@ -9,6 +9,7 @@ import pytest
 from reinforce_ada_jax.data import cipher, tokenizer_trial
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.training import components as components_lib
+from tests import standins
 from tests.running import tiny
 
 # Each value holds the one before it twice: a list of 60 lists, whose text has 2**60 numbers.
@@ -39,8 +40,8 @@ def tokenizer_folder(folder, template=None, **changes):
     ],
 )
 def test_a_template_ends_its_child_only(tmp_path, monkeypatch, template, reason):
-    monkeypatch.setattr(tokenizer_trial, "PROCESSOR_S", 1 if reason == TOO_SLOW else 6)
-    monkeypatch.setattr(tokenizer_trial, "MEMORY_BYTES", 4 * 10**8)
+    seconds = 1 if reason == TOO_SLOW else 6
+    standins.constants(monkeypatch, tokenizer_trial, PROCESSOR_S=seconds, MEMORY_BYTES=4 * 10**8)
     with pytest.raises(ValueError, match=f"{reason}. Use a model from where you trust it") as error:
         tokenizer_trial.check(tokenizer_folder(tmp_path, template))
     assert "\n" not in str(error.value)
@@ -94,18 +95,18 @@ def test_mistakes_are_left_to_those_who_describe_them(tmp_path):
 
 
 def test_the_built_in_vocabulary_needs_no_child(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer_trial.child, "start", None)
+    standins.not_called(monkeypatch, tokenizer_trial.child, "start")
     tokenizer_trial.check(components_lib.model_folder("package:cipher"))
     cipher.write_tokenizer(tmp_path)
     tokenizer_trial.check(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(TypeError):
+    with pytest.raises(pytest.fail.Exception, match="start was called"):
         tokenizer_trial.check(tmp_path)
 
 
 def test_every_command_begins_with_it(tmp_path, monkeypatch):
     """train, prepare, evaluate, export and serve all build their components."""
-    monkeypatch.setattr(tokenizer_trial, "PROCESSOR_S", 1)
+    standins.constants(monkeypatch, tokenizer_trial, PROCESSOR_S=1)
     folder = shutil.copytree(components_lib.model_folder("package:cipher"), tmp_path / "model")
     (folder / "chat_template.jinja").write_text(NESTED.replace("MAKES", "string"))
     began = time.monotonic()

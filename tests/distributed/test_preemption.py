@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from reinforce_ada_jax.distributed import preemption, signals
+from tests import standins
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_signals_are_heard_during_a_program_and_the_second_ends_the_process(numb
 
 def test_only_googles_machines_are_asked(tmp_path, monkeypatch):
     product = tmp_path / "product_name"
-    monkeypatch.setattr(preemption, "PRODUCT", product)
+    standins.constants(monkeypatch, preemption, PRODUCT=product)
     assert not preemption.on_google_cloud()
     product.write_text("Google Compute Engine\n")
     assert preemption.on_google_cloud()

@@ -12,6 +12,7 @@ from reinforce_ada_jax.distributed import program_cache
 from reinforce_ada_jax.distributed.program_cache import ProgramBucket, ProgramFolder
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.buckets import BucketError
+from tests import standins
 from tests.bucket_server import Buckets, serving
 from tests.running import ROOT, environment
 
@@ -98,11 +99,8 @@ def test_full_disk_ends_writing_not_the_run(tmp_path, capsys, monkeypatch):
     folder = ProgramFolder(tmp_path)
     folder.put("a", b"old")
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(program_cache.os, "replace", full)
+        standins.failing(patch, program_cache.os, "replace", OSError(28, "No space left on device"))
         folder.put("b", b"new")
     folder.put("c", b"new")
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
@@ -176,10 +174,8 @@ def test_a_bucket_that_fails_is_said_once_and_the_folder_goes_on(server, tmp_pat
     err = capsys.readouterr().err
     assert err.count("compiled programs are not kept") == err.count("no rights on programs/failing") == 1
 
-    def unreadable(_):
-        raise BucketError("gs://programs/failing can't be read or written: no rights")
-
-    monkeypatch.setattr(program_cache.buckets, "objects", unreadable)
+    unreadable = BucketError("gs://programs/failing can't be read or written: no rights")
+    standins.failing(monkeypatch, program_cache.buckets, "objects", unreadable)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)

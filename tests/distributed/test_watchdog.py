@@ -14,6 +14,7 @@ import pytest
 from reinforce_ada_jax.cli import BAD_INPUT
 from reinforce_ada_jax.distributed import watchdog
 from reinforce_ada_jax.distributed.watchdog import RESTART, Watchdog
+from tests import standins
 from tests.running import ROOT, environment
 
 # Reads its commands from standard input: what a process of a run does, without the run.
@@ -228,7 +229,7 @@ def test_strangers_at_the_port_neither_join_nor_hold_anybody_up(monkeypatch):
 
 
 def test_a_silent_stranger_is_put_off_in_the_end(monkeypatch):
-    monkeypatch.setattr(watchdog, "GREETING_S", 0.1)
+    standins.constants(monkeypatch, watchdog, GREETING_S=0.1)
     with listening() as (line, said), starting(line, monkeypatch) as raised:
         with socket.create_connection(("127.0.0.1", int(said.split()[0]))) as stranger:
             stranger.settimeout(10.0)
@@ -256,7 +257,7 @@ def test_a_process_joins_once(monkeypatch):
 
 
 def test_who_never_comes_is_named(monkeypatch):
-    monkeypatch.setattr(watchdog, "JOIN_S", 0.2)
+    standins.constants(monkeypatch, watchdog, JOIN_S=0.2)
     with listening(4) as (line, said), starting(line, monkeypatch) as raised:
         link = join(2, 4, "127.0.0.1", said)
     link.close()

@@ -11,6 +11,7 @@ from reinforce_ada_jax.environments import loading, workers
 from reinforce_ada_jax.environments.workers import EnvironmentPool, Episode
 from reinforce_ada_jax.isolation import process_tree
 from reinforce_ada_jax.isolation.messages import Malformed
+from tests import standins
 
 FILE = pathlib.Path(__file__).with_name("classes.py")
 PROBLEM = {"problem": "2 + 3"}
@@ -133,7 +134,7 @@ def test_a_file_that_ends_its_process_is_said_after_three_tries(tmp_path):
 
 
 def test_a_file_whose_import_never_ends_is_tried_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers.workers_lib, "TRIAL_LIMIT_S", 0.5)
+    standins.constants(monkeypatch, workers.workers_lib, TRIAL_LIMIT_S=0.5)
     file, starts = tmp_path / "endless.py", tmp_path / "starts"
     file.write_text(f"with open({str(starts)!r}, 'a') as file:\n    file.write('.')\nwhile True: ...\nclass Game: ...")
     with contextlib.closing(EnvironmentPool(f"{file}:Game", workers=1, timeout_s=5.5)) as pool:

@@ -13,6 +13,7 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.evaluation import stored_evaluation
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.training import components as components_lib
+from tests import standins
 from tests.forked import Forked
 from tests.running import cipher_file, environment, killed_after, tiny
 
@@ -89,10 +90,6 @@ def four_answers(file):
     return str(file)
 
 
-def none_needed(*arguments):
-    raise AssertionError("neither model nor engine is needed")
-
-
 def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeypatch, capsys):
     reward, output = tmp_path / "mine.py", tmp_path / "out"
     reward.write_text(REWARD)
@@ -115,7 +112,7 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     # Once more there is nothing to draw, and no weight is read.
     before = (output / "table.md").read_text("utf-8")
     with monkeypatch.context() as patched:
-        patched.setattr(huggingface, "load", none_needed)
+        standins.not_called(patched, huggingface, "load")
         run(benchmark, output, **changes)
     assert before.removeprefix("## four\n\n") in capsys.readouterr().out
     assert before == (output / "table.md").read_text("utf-8")
@@ -128,7 +125,7 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     assert "graded differently" in message and "file: " in message and "--regrade" in message
 
     for module, name in ((components_lib, "build"), (huggingface, "load"), (stored_evaluation, "Rollouts")):
-        monkeypatch.setattr(module, name, none_needed)
+        standins.not_called(monkeypatch, module, name)
     run(benchmark, output, regrade=True, **changes)
     shown = capsys.readouterr().out
     assert "| four      |        4 | 0.750 ± 0.250 |" in shown and "four: graded by " in shown and ", again\n" in shown
@@ -170,7 +167,7 @@ def test_accuracy_by_initial_difficulty(tmp_path, monkeypatch, capsys):
     right = {("0001", 1), ("0002", 0), ("0002", 1), ("0003", 0), ("0003", 1)}
     lines = [json.dumps(row | {"correct": (row["prompt"][-4:], row["draw"]) in right}) + "\n" for row in rows]
     (before / "words.jsonl").write_text("".join(lines), encoding="utf-8")
-    monkeypatch.setattr(huggingface, "load", none_needed)
+    standins.not_called(monkeypatch, huggingface, "load")
     run(benchmark, now, initial=str(before))
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith(("| 0  ", "| 0.25 ", "| 1  "))] == [

@@ -13,6 +13,7 @@ from reinforce_ada_jax.evaluation.response_store import GradedResponse, Response
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.sampling.rollouts import RolloutCounts, Rollouts
 from reinforce_ada_jax.types import Prompt, Response, Verdict
+from tests import standins
 from tests.evaluation.test_response_store import HEADER
 
 
@@ -46,7 +47,7 @@ def verify_later(pairs):
 @pytest.mark.parametrize("verify_fn", [verify, verify_later])
 @pytest.mark.parametrize("at_once", [1, 64])
 def test_draw(tmp_path, monkeypatch, verify_fn, at_once):
-    monkeypatch.setattr(fixed_draws, "RESPONSES_PER_SLOT", at_once)  # of 4 slots: 2 prompts at a time, or all
+    standins.constants(monkeypatch, fixed_draws, RESPONSES_PER_SLOT=at_once)  # of 4 slots: 2 prompts at a time, or all
     progress = []
     with ResponseStore(tmp_path / "set.jsonl", HEADER) as store:
         drawn = fixed_draws.draw(

@@ -13,6 +13,7 @@ from reinforce_ada_jax.analysis.inputs import read_histogram
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.training import components as components_lib
+from tests import standins
 from tests.evaluation.test_evaluate import ENGINE, REWARD, bad_files, four_answers
 from tests.forked import Forked
 from tests.running import cipher_file, environment, killed_after, tiny
@@ -107,7 +108,7 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     assert read_histogram(output)[0].tolist() == [0.25] * len(expected)
 
     # Another band needs no draws; one in which nothing can lie says so and leaves the files as they are.
-    monkeypatch.setattr(components_lib, "load_params", None)
+    standins.not_called(monkeypatch, components_lib, "load_params")
     before = output.read_bytes()
     nothing = refusal(capsys, source, output, band=(0.26, 0.4))
     assert "pass rates are multiples of 1/4, and none has 0.26 < pass rate <= 0.4. No prompt could be kept" in nothing

@@ -9,6 +9,7 @@ from reinforce_ada_jax.evaluation import response_store
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, ResponseStore
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.types import Prompt, Verdict
+from tests import standins
 from tests.running import tiny
 
 HEADER = {"drawn": {"seed": 0, "samples": 2, "system": ""}, "graded": {"reward": "math", "answers": "a"}}
@@ -129,7 +130,7 @@ def test_what_another_process_added_in_between_stays(file):
 
 
 def test_regrade(file, monkeypatch):
-    monkeypatch.setattr(response_store, "REGRADED_AT_ONCE", 3)
+    standins.constants(monkeypatch, response_store, REGRADED_AT_ONCE=3)
     now = HEADER | {"graded": {"reward": "gsm8k", "answers": "b"}}
     store = ResponseStore(file, now, regrade=True)
     asked = []

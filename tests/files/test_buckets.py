@@ -7,6 +7,7 @@ import pytest
 from reinforce_ada_jax.config.paths import check_input, check_output, check_source
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.local_copy import LocalCopy
+from tests import standins
 from tests.bucket_server import files_of, needs_gcsfs
 
 pytestmark = needs_gcsfs
@@ -28,7 +29,7 @@ def test_what_cannot_be_a_bucket_is_refused_before_any_work(monkeypatch):
     with pytest.raises(ValueError, match="--output is 'gs://', which names no bucket"):
         check_output("--output", "gs://", folder=True)
     check_output("--output", "gs://b/model", folder=True)
-    monkeypatch.setattr(buckets.importlib.util, "find_spec", lambda name: None)
+    standins.without_packages(monkeypatch, "gcsfs")
     with pytest.raises(ValueError, match=r"model.path is 'gs://b/m', and buckets need the extra gcs: pip install"):
         check_input("model.path", "gs://b/m")
 

@@ -29,8 +29,8 @@ from reinforce_ada_jax.learning.platform import (
     special_attention,
     tpu_bytes,
 )
-from reinforce_ada_jax.policy import rounded
 from reinforce_ada_jax.policy.architecture import from_hf
+from tests import standins
 from tests.policy import recording
 
 
@@ -71,16 +71,16 @@ SMOLLM2, BUILT_IN = 134_515_008, 107_392
     ],
 )  # fmt: skip
 def test_on_a_cpu_a_large_model_goes_by_the_measured_products(size, is_faster, changes, chosen, monkeypatch):
-    monkeypatch.setattr(rounded, "is_faster", lambda: is_faster)
+    standins.processor(monkeypatch, fast_in_bfloat16=is_faster)
     assert chosen_dtype(replaced(Config(), changes), "cpu", size).model.compute_dtype == chosen
 
 
 def test_a_large_model_in_bfloat16_is_warned_of_where_a_processor_is_not_fast_in_it(monkeypatch):
-    monkeypatch.setattr(rounded, "is_faster", lambda: False)
+    standins.processor(monkeypatch, fast_in_bfloat16=False)
     assert "\nwarning: this processor is not faster" in describe_dtype("bfloat16", "cpu", SMOLLM2)
     for dtype, name, size in (("bfloat16", "gpu", SMOLLM2), ("float32", "cpu", SMOLLM2), ("bfloat16", "cpu", BUILT_IN)):
         assert "warning" not in describe_dtype(dtype, name, size)
-    monkeypatch.setattr(rounded, "is_faster", lambda: True)
+    standins.processor(monkeypatch, fast_in_bfloat16=True)
     assert describe_dtype("bfloat16", "cpu", SMOLLM2) == "bfloat16 in products, float32 elsewhere"
 
 

@@ -7,6 +7,7 @@ import pytest
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import scoring
 from reinforce_ada_jax.learning.scoring import Scorer
+from tests import standins
 from tests.policy import recording
 
 
@@ -24,7 +25,7 @@ def score(scorer, params, texts, rows, temperature=1.0):
 @pytest.mark.parametrize("tile_logits", [scoring.TILE_LOGITS, 4 * 32 * 96 // 8], ids=["whole", "tiles of 4 places"])
 def test_scores_are_those_of_the_logits_that_transformers_recorded(monkeypatch, tile_logits):
     """Texts of different lengths share a micro-batch of 4 rows with 32 tokens, one with a padding row."""
-    monkeypatch.setattr(scoring, "TILE_LOGITS", tile_logits)
+    standins.constants(monkeypatch, scoring, TILE_LOGITS=tile_logits)
     architecture, params, recorded = recording.golden("qwen2")
     texts = [recorded["tokens"][0], recorded["tokens"][1][:5], recorded["tokens"][1][:1]]
     found = score(Scorer(architecture, mesh_lib.make_mesh(), jnp.float32), params, texts, rows=4, temperature=0.7)

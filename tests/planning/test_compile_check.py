@@ -13,7 +13,6 @@ import pytest
 
 from reinforce_ada_jax import cli, compile_check
 from reinforce_ada_jax.distributed.mesh import make_mesh, shard_bytes
-from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.batch import make_batch
 from reinforce_ada_jax.planning import compilation, report
 from reinforce_ada_jax.planning import programs as programs_lib
@@ -26,6 +25,7 @@ from reinforce_ada_jax.policy.transformer import init
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training import components as components_lib
+from tests import standins
 from tests.policy import ggufs
 from tests.running import CONFIGS, ROOT, environment, load, tiny
 from tests.sampling import tiny as tiny_engine
@@ -255,10 +255,10 @@ def test_every_program_of_adapters_lowers_and_the_update_is_in_place():
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["weights", "adapters"])
 def test_the_programs_of_a_chain_are_those_of_one_update(monkeypatch, changes):
-    monkeypatch.setattr(platform, "gathers_once", lambda *_: True)
+    standins.accelerator(monkeypatch, gathers=True)
     settings = changes | {"learning.micro_batches": 8}
     one = abstract(**settings)
-    monkeypatch.setattr(platform, "micro_batches_per_program", lambda *_: 2)
+    standins.accelerator(monkeypatch, in_program=2)
     run = abstract(**settings)
     *_, alone = programs_lib.learner_programs(one)
     *in_parts, begin, loop, finish = programs_lib.learner_programs(run)
@@ -371,8 +371,7 @@ def test_an_error_of_another_kind_is_no_lack_of_memory():
     ids=str,
 )
 def test_bad_input(capsys, monkeypatch, arguments, parts):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else found(name))
+    standins.without_packages(monkeypatch, "libtpu")
     keys = {"path": "model.path", "attention": "sampling.attention", "slots": "sampling.slots"}
     config = tiny(**{keys[name]: value for name, value in arguments.items() if name in keys})
     rest = {name: value for name, value in arguments.items() if name not in keys}

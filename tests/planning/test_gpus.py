@@ -14,6 +14,7 @@ from reinforce_ada_jax.planning.roofline import CHIPS, GIB, chip_of
 from reinforce_ada_jax.policy import cudnn_attention
 from reinforce_ada_jax.policy.transformer import LayerPlace
 from reinforce_ada_jax.sampling.pallas_attention import pallas_gpu
+from tests import standins
 
 
 def test_three_quarters_of_the_memory_are_a_programs():
@@ -27,7 +28,7 @@ def test_three_quarters_of_the_memory_are_a_programs():
     [("h100:2x4", "write the GPUs of one host, such as h100:8"), ("a100:0", "'a100:0'"), ("h100:8", "needs its comp")],
 )
 def test_bad_topologies(topology, message, monkeypatch):
-    monkeypatch.setattr(gpus, "PLUGINS", ("no_such_plugin",))
+    standins.without_packages(monkeypatch, *gpus.PLUGINS)
     with pytest.raises(ValueError, match=message):
         topology_devices(topology)
 

@@ -6,6 +6,7 @@ from reinforce_ada_jax.collection import slot_choice, strategies
 from reinforce_ada_jax.config import replaced
 from reinforce_ada_jax.planning import here
 from reinforce_ada_jax.training import components as components_lib
+from tests import standins
 from tests.running import tiny
 
 
@@ -41,7 +42,7 @@ def test_the_line_of_draws_alone(monkeypatch):
 
 
 def test_a_product_is_timed(monkeypatch):
-    monkeypatch.setattr(here, "WEIGHTS", 2**16)
+    standins.constants(monkeypatch, here, WEIGHTS=2**16)
     assert 0 < here.product_seconds(64, 32, "float32") < 1.0
     with pytest.raises(TypeError):
         here.product_seconds(64, 32, "no type")

@@ -14,6 +14,7 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.files import gguf
 from reinforce_ada_jax.policy import adapter_files, gguf_files, huggingface
 from reinforce_ada_jax.policy.gguf_files import FAMILIES
+from tests import standins
 from tests.policy import ggufs
 from tests.policy.recording import GOLDEN
 
@@ -60,7 +61,7 @@ FORMULAS = {"Q8_0": q8_0, "Q4_1": q4_1, "F16": lambda x: x.astype(np.float16).as
 
 @pytest.mark.parametrize("kind", FORMULAS)
 def test_quantised_matrices_are_scale_times_whole_number(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_files, "CHUNK_BYTES", 64)  # a few rows at a time
+    standins.constants(monkeypatch, gguf_files, CHUNK_BYTES=64)  # a few rows at a time
     file = ggufs.write(tmp_path / "model.gguf", "qwen2", kind=kind)
     source = load_file(GOLDEN / "qwen2" / "model.safetensors")
     tensors = gguf_files.Tensors(file)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import huggingface, tensor_table, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import from_hf
+from tests import standins
 from tests.policy import recording
 
 FAMILIES, GOLDEN = recording.FAMILIES, recording.GOLDEN
@@ -306,7 +307,7 @@ def test_many_misfits_are_counted(tmp_path):
 
 def test_nothing_is_allocated_before_the_check(tmp_path, monkeypatch):
     folder = edited(tmp_path, {"model.norm.weight": None})
-    monkeypatch.setattr(jax, "jit", lambda *_, **__: pytest.fail("a device array was made"))
+    standins.not_called(monkeypatch, jax, "jit")
     with pytest.raises(ValueError, match="model.norm.weight is missing"):
         huggingface.load(folder)
 

@@ -7,6 +7,7 @@ import pytest
 
 from reinforce_ada_jax.policy import rounded, transformer
 from reinforce_ada_jax.policy.quantization import SUMMED_AXES
+from tests import standins
 from tests.policy import recording
 
 SHAPES = [((5, 6), (7,), 1), ((5, 6), (2, 4), 1), ((5, 2, 3), (7,), 2)]
@@ -77,8 +78,6 @@ def test_every_matrix_of_a_dense_layer_is_rounded():
 
 
 def test_a_processor_on_which_xla_cannot_run_such_products_is_not_faster(monkeypatch):
-    def fails(x, values):
-        raise jax.errors.JaxRuntimeError("INTERNAL: Unsupported element type")
-
-    monkeypatch.setattr(rounded, "_of_rows", fails)
+    error = jax.errors.JaxRuntimeError("INTERNAL: Unsupported element type")
+    standins.failing(monkeypatch, rounded, "_of_rows", error)
     assert not rounded.is_faster.__wrapped__()

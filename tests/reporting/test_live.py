@@ -16,6 +16,7 @@ import time
 import pytest
 
 from reinforce_ada_jax.reporting import live
+from tests import standins
 from tests.browser import browser, needs_browser
 from tests.plotted import make_run, sample, write_samples
 from tests.reporting.test_following import line
@@ -91,7 +92,7 @@ def test_slow_and_silent_connections_do_not_stop_it(served, begin):
 
 
 def test_headers_that_come_byte_by_byte_have_a_time(served, monkeypatch):
-    monkeypatch.setattr(live, "TIMEOUT_S", 0.3)
+    standins.constants(monkeypatch, live, TIMEOUT_S=0.3)
     with socket.create_connection((live.LOOPBACK, served[1]), timeout=0.02) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nX-a: ")
         deadline = time.monotonic() + 60
@@ -110,10 +111,7 @@ def test_a_port_that_is_taken_is_an_error(served):
 
 
 def test_a_host_that_has_no_address_is_an_error(monkeypatch):
-    def unknown(*arguments, **options):
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    standins.failing(monkeypatch, socket, "getaddrinfo", socket.gaierror(-2, "Name or service not known"))
     with pytest.raises(ValueError, match="can't listen on nowhere, port 0 .*name another host"):
         live.listen("nowhere", 0)
 

@@ -18,6 +18,7 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import reward_check
 from reinforce_ada_jax.types import Prompt
+from tests import standins
 from tests.running import ROOT, tiny
 
 KEY = "sk-a-key-that-is-secret"
@@ -170,7 +171,7 @@ def test_what_may_pass_is_asked_again(server):
 )
 def test_failures_are_told_without_the_key(server, monkeypatch, response, message, requests):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setattr(judge, "_FIRST_WAIT_S", 0.4)  # the first pause ends within the time, the second one does not
+    standins.constants(monkeypatch, judge, _FIRST_WAIT_S=0.4)  # the first pause ends in time, the second one does not
     monkeypatch.setattr(judge.random, "uniform", lambda low, high: high)
     with pytest.raises(judge.JudgeFailed, match=message) as error:
         graded(server, response, time_limit_s=1.5)

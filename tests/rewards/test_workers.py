@@ -20,6 +20,7 @@ from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
+from tests import standins
 from tests.forked import children
 from tests.rewards import graders
 
@@ -348,7 +349,7 @@ def test_a_file_that_cannot_be_loaded_is_an_early_error_of_one_line(tmp_path, te
 
 
 def test_a_file_whose_import_never_ends_is_tried_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers_lib, "TRIAL_LIMIT_S", 0.5)
+    standins.constants(monkeypatch, workers_lib, TRIAL_LIMIT_S=0.5)
     starts = tmp_path / "starts"
     text = f"with open({str(starts)!r}, 'a') as file:\n    file.write('.')\nwhile True: ...\ndef grade(a, b): ..."
     (tmp_path / "yours.py").write_text(text)

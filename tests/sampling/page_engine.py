@@ -6,7 +6,7 @@ shows as well. Slots, queue and pages are those of the window model.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from reinforce_ada_jax.sampling.pages import NULL
 from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, WindowInputs, WindowOutputs
 
 VOCABULARY = 50_000
+# From an address, its limit and the longest response to tokens, and whether the limit cut them.
+Answer = Callable[[np.ndarray, int, int], tuple[list[int] | np.ndarray, bool]]
 
 
 def response_to(words: np.ndarray | tuple[int, ...], limit: int, longest: int) -> tuple[list[int], bool]:
@@ -27,12 +29,16 @@ def response_to(words: np.ndarray | tuple[int, ...], limit: int, longest: int) -
     return tokens, length > limit
 
 
+def given(tokens: Mapping[bytes, np.ndarray]) -> Answer:
+    """Answers with what another engine drew under the same addresses."""
+    return lambda words, limit, longest: (tokens[words.tobytes()], True)
+
+
 class PageReplica(WindowModel):
     """One replica, with a token in each place of its cache."""
 
-    def __init__(self, options: EngineOptions):
-        # Looked up when it is called: a test replaces it.
-        super().__init__(options, lambda address, limit: response_to(address, limit, options.max_response_tokens))
+    def __init__(self, options: EngineOptions, answer: Answer):
+        super().__init__(options, lambda address, limit: answer(address, limit, options.max_response_tokens))
         self.cache = np.zeros((options.pages, options.page_size), np.int32)
         self.prompts: dict[int, list[int]] = {}  # by row
         self.sequences: dict[int, list[int]] = {}  # of running responses, prompt first, by output row
@@ -84,14 +90,14 @@ class PageReplica(WindowModel):
 class PageEngine:
     """See the module. `options.stop_ids` means nothing here: lengths follow from addresses."""
 
-    def __init__(self, options: EngineOptions, replicas: int = 1):
-        self.options, self.replicas, self.spans_processes = options, replicas, False
+    def __init__(self, options: EngineOptions, replicas: int = 1, answer: Answer = response_to):
+        self.options, self.replicas, self.spans_processes, self._answer = options, replicas, False, answer
 
     def decode_weights(self, params: None) -> None:
         pass
 
     def init_decode_state(self) -> list[PageReplica]:
-        return [PageReplica(self.options) for _ in range(self.replicas)]
+        return [PageReplica(self.options, self._answer) for _ in range(self.replicas)]
 
     def decode_window(
         self, params: None, state: list[PageReplica], inputs: Sequence[WindowInputs], vote: int = 0

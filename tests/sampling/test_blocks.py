@@ -218,15 +218,13 @@ def test_noise_of_a_token():
     assert (blocks.num_blocks, blocks.size) == (4096, 38)
 
 
-@pytest.mark.parametrize(("largest", "levels"), [(22, 1), (21, 2)])
-def test_large_vocabularies_take_two_levels(largest, levels, monkeypatch):
-    assert blocks_lib.LARGEST_IN_ONE_LEVEL == 8192
-    monkeypatch.setattr(blocks_lib, "LARGEST_IN_ONE_LEVEL", largest)
-    logprobs = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (16, 22)))
+@pytest.mark.parametrize(("vocabulary", "levels"), [(8192, 1), (8193, 2)])
+def test_large_vocabularies_take_two_levels(vocabulary, levels):
+    logprobs = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (16, vocabulary)))
     rows = keys_of(16), jnp.arange(16)
     tokens, _ = token_lib.sample(logprobs, *rows, sampling_of(16))
     if levels == 1:
         expected = jnp.argmax(token_lib.perturbed_scores(logprobs, *rows), axis=1)
     else:
-        expected, _ = jax.jit(blocks_lib.sample, static_argnums=3)(logprobs, *rows, Blocks(2, 11, 512))
+        expected, _ = jax.jit(blocks_lib.sample, static_argnums=3)(logprobs, *rows, Blocks(1, 8193, 512))
     np.testing.assert_array_equal(tokens, expected)

@@ -21,8 +21,8 @@ from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, Outputs, SamplingParams, WindowCounts, WindowOutputs
 from reinforce_ada_jax.sampling.token import address
 from reinforce_ada_jax.types import Request
-from tests.sampling import page_engine, tiny
-from tests.sampling.page_engine import VOCABULARY, PageEngine, response_to
+from tests.sampling import tiny
+from tests.sampling.page_engine import VOCABULARY, PageEngine, given, response_to
 from tests.sampling.request_streams import RandomStream, random_options
 
 STREAM, PREFETCH_STREAM = 4, 6
@@ -193,7 +193,7 @@ MORE = [
     + [pytest.param(sizes, range(16), marks=pytest.mark.slow) for sizes in FEW + MORE],
     ids=str,
 )
-def test_the_compiled_engine_does_the_same_page_for_page(sizes, seeds, monkeypatch):
+def test_the_compiled_engine_does_the_same_page_for_page(sizes, seeds):
     """All invariants looked after, a stream for each seed, against the plain engine: every window leaves the same.
 
     Responses end at their limits only, of which each has its own, so both engines' have the same lengths. In half of
@@ -208,10 +208,8 @@ def test_the_compiled_engine_does_the_same_page_for_page(sizes, seeds, monkeypat
         real.state = None  # a new one: after a session the free pages lie in another order
         compiled, cut = recorded(real, streams[0], cancelled)
         tokens = cut | tokens  # responses of the next iteration may be drawn only where others were cancelled
-        monkeypatch.setattr(
-            page_engine, "response_to", lambda words, limit, longest, tokens=tokens: (tokens[words.tobytes()], True)
-        )
-        plain, _ = recorded(Rollouts(PageEngine(options, replicas=real.engine.replicas)), streams[1], cancelled)
+        plain = Rollouts(PageEngine(options, real.engine.replicas, given(tokens)))
+        plain, _ = recorded(plain, streams[1], cancelled)
         assert len(compiled) == len(plain), f"seed {seed}"
         for number, (one, other) in enumerate(zip(compiled, plain, strict=True)):
             assert one == other, f"seed {seed}, window {number}"

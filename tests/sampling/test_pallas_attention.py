@@ -11,6 +11,7 @@ from reinforce_ada_jax.policy.transformer import LayerPlace
 from reinforce_ada_jax.sampling import pallas_attention
 from reinforce_ada_jax.sampling.paged_attention import Softmax, empty_pages, paged_attention, seen_pages
 from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim, pallas_gpu, pallas_tpu, tpu_blocks
+from tests import standins
 
 WIDTH = 4
 by_jnp = jax.jit(functools.partial(paged_attention, backend="jnp"))
@@ -136,7 +137,7 @@ def test_in_bfloat16(backend):
 @pytest.mark.parametrize("backend", FUNCTIONS)
 def test_pages_in_int8(backend, sizes, monkeypatch):
     *sizes, axes = sizes
-    monkeypatch.setattr(pallas_attention, "TPU_BLOCK_TOKENS", 2 * sizes[0])  # two blocks of two pages
+    standins.constants(monkeypatch, pallas_attention, TPU_BLOCK_TOKENS=2 * sizes[0])  # two blocks of two pages
     query, *pools, lengths, table = make_case(*sizes, 1e4)
 
     @jax.jit
@@ -222,7 +223,7 @@ def test_however_many_gpu_programs_share_a_slot(monkeypatch):
     case = make_case(64, 64, 4, 2, np.nan, np.array([0, 1, 256, 65, 200], np.int32))
     alone = np.asarray(expected(case))
     for programs in (1, 20, 30, 10_000):  # 1, 2, 3 and 4 (a program for each block of 64 tokens) for a slot and head
-        monkeypatch.setattr(pallas_attention, "GPU_PROGRAMS", programs)
+        standins.constants(monkeypatch, pallas_attention, GPU_PROGRAMS=programs)
         np.testing.assert_allclose(run("pallas_gpu", case), alone, atol=1e-5, rtol=0)
 
 

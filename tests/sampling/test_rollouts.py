@@ -23,6 +23,7 @@ from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Prefetch, Prompt, Request, Verdict
+from tests import standins
 from tests.sampling import tiny
 from tests.sampling.page_engine import PageEngine
 
@@ -78,14 +79,13 @@ def test_evicted_responses_are_drawn_again_and_are_the_same():
 def test_replicas_share_the_prompts():
     """Two replicas: 5 prompts, all their draws where the prompt is open, and each replica gets some."""
     rollouts, expected = tiny.rollouts(**tiny.REPLICAS), tiny.drawn()
-    homes, add = {}, Scheduler.add
+    homes = {}
 
     def watching(scheduler, request):
         homes.setdefault(request.prompt.id, set()).add(id(scheduler))
-        add(scheduler, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "add", watching)
+        standins.before(patch, Scheduler, "add", watching)
         tiny.assert_same(expected, tiny.draw(rollouts))
     assert all(len(home) == 1 for home in homes.values()) and len(set().union(*homes.values())) == 2
     assert rollouts.counts.prefills == 5

@@ -18,8 +18,8 @@ from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import address
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Response, Verdict
-from tests.sampling import page_engine, tiny
-from tests.sampling.page_engine import VOCABULARY, PageEngine, response_to
+from tests.sampling import tiny
+from tests.sampling.page_engine import VOCABULARY, PageEngine, given, response_to
 from tests.sampling.request_streams import TurnStream, random_options
 from tests.sampling.test_invariants import PREFETCH_STREAM, STREAM, recorded, session
 
@@ -102,7 +102,7 @@ def test_a_turn_prefills_its_new_tokens_only():
     ],
     ids=["few pages", "few pages, more streams", "enough pages"],
 )
-def test_the_compiled_engine_parks_page_for_page(sizes, seeds, monkeypatch):
+def test_the_compiled_engine_parks_page_for_page(sizes, seeds):
     """Every window of both engines leaves the same, all invariants looked after, with enough pages and with few."""
     real = tiny.rollouts(stop_ids=(-1, -1), check_invariants=True, **sizes)
     options, continued = real.engine.options, 0
@@ -111,10 +111,7 @@ def test_the_compiled_engine_parks_page_for_page(sizes, seeds, monkeypatch):
         real.state = None
         compiled, tokens = recorded(real, streams[0])
         continued += real.counts.continued_tokens
-        monkeypatch.setattr(
-            page_engine, "response_to", lambda words, limit, longest, tokens=tokens: (tokens[words.tobytes()], True)
-        )
-        plain, _ = recorded(Rollouts(PageEngine(options)), streams[1])
+        plain, _ = recorded(Rollouts(PageEngine(options, answer=given(tokens))), streams[1])
         assert len(compiled) == len(plain), f"seed {seed}"
         for number, (one, other) in enumerate(zip(compiled, plain, strict=True)):
             assert one == other, f"seed {seed}, window {number}"

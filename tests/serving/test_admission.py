@@ -9,6 +9,7 @@ import pytest
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
 from reinforce_ada_jax.serving.jetstream.servicer import PREFILLED, REFUSED_CALLS, pb2
+from tests import standins
 from tests.serving.test_servicer import SLOTS, Call, Ended, finish, make, settle, text_request
 
 METHOD = "/jetstream_proto.Orchestrator/"
@@ -144,9 +145,6 @@ def test_one_peer_leaves_calls_to_others():
 
 
 def test_tokens_that_have_no_text_end_their_call_only(monkeypatch):
-    def no_text(*_):
-        raise ValueError("can't decode 1 tokens")
-
     async def run():
         servicer, driver = make()
         task = asyncio.create_task(servicer.Decode(text_request(), Call()))
@@ -157,5 +155,5 @@ def test_tokens_that_have_no_text_end_their_call_only(monkeypatch):
         assert ended.value.args[0] == grpc.StatusCode.INVALID_ARGUMENT
         assert (servicer.running, servicer.counts.refused, servicer.counts.answered) == (0, 1, 0)
 
-    monkeypatch.setattr(Tokenizer, "decode", no_text)
+    standins.failing(monkeypatch, Tokenizer, "decode", ValueError("can't decode 1 tokens"))
     finish(run())

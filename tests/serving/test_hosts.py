@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import cli, serve
-from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving import hosts as serving_hosts
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler, Weights
 from reinforce_ada_jax.serving.settings import ServerSettings
-from tests import hosts
+from tests import hosts, standins
 
 SERVE = [
     "-m", "reinforce_ada_jax.serve", "--model=cipher=package:cipher", "--api=openai", "--port=0", "--dtype=float32",
@@ -96,9 +95,12 @@ def as_two_processes(monkeypatch):
 
     def begin() -> list[queue.Queue]:
         to = [queue.Queue(), queue.Queue()]
-        monkeypatch.setattr(processes_lib, "count", lambda: 2)
-        monkeypatch.setattr(processes_lib, "send", lambda process, message: to[process].put(message))
-        monkeypatch.setattr(processes_lib, "receive", lambda process: to[1 - process].get(timeout=60))
+        standins.of_processes(
+            monkeypatch,
+            count=lambda: 2,
+            send=lambda process, message: to[process].put(message),
+            receive=lambda process: to[1 - process].get(timeout=60),
+        )
         return to
 
     return begin
@@ -126,14 +128,11 @@ def test_process_0_runs_the_windows_of_all(as_two_processes):
 def test_an_error_in_process_0_ends_it(monkeypatch, as_two_processes, capsys):
     """The others are in the same program, and no later one would begin there."""
 
-    def fail(*arguments):
-        raise RuntimeError("out of memory")
-
     def leave(code):
         raise SystemExit(code)
 
     engine = serve.build(SETTINGS).engine
-    monkeypatch.setattr(engine, "decode_window", fail)
+    standins.failing(monkeypatch, engine, "decode_window", RuntimeError("out of memory"))
     as_two_processes()
     monkeypatch.setattr(os, "_exit", leave)
     nothing = [serving_hosts._no_inputs(engine)] * 2

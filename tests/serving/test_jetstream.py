@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from reinforce_ada_jax.serving import jetstream
+from tests import standins
 from tests.running import ROOT
 
 
@@ -59,7 +60,7 @@ def test_tensorflow_stays_out():
 
 
 def test_without_the_wheel_the_remedy_is_named(monkeypatch):
-    monkeypatch.setattr(jetstream.importlib.util, "find_spec", lambda name: None)
+    standins.without_packages(monkeypatch, "jetstream")
     for load in (jetstream.protocol, jetstream.orchestrator.__wrapped__):
         with pytest.raises(ModuleNotFoundError, match="pip install --no-deps google-jetstream==0.2.2"):
             load()

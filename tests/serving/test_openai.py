@@ -27,6 +27,7 @@ from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.server import Worker
 from reinforce_ada_jax.serving.settings import ServerSettings, bind
 from reinforce_ada_jax.training.components import ASSETS
+from tests import standins
 from tests.forked import Forked
 from tests.running import environment
 from tests.test_docs import code_block
@@ -433,14 +434,12 @@ def test_more_prompts_than_may_be_open_are_refused_before_one_is_encoded(server,
 
 def test_a_prompt_of_another_client_is_encoded_between_those_of_a_long_request(server, encoder, monkeypatch):
     client, app = server
-    admit = app._admit
 
     def admitted(num_responses):
         if encoder.begun.is_set():
             encoder.go_on.set()  # the second client is in; the first one's first prompt ends only now
-        admit(num_responses)
 
-    monkeypatch.setattr(app, "_admit", admitted)
+    standins.before(monkeypatch, app, "_admit", admitted)
     many = threading.Thread(target=complete, args=[client], kwargs={"prompt": [PROMPT] * 9, "max_tokens": 1})
     many.start()
     assert encoder.begun.wait(60)

@@ -29,7 +29,7 @@ from reinforce_ada_jax.serving.jetstream.engine import JetStreamEngine
 from reinforce_ada_jax.serving.settings import ServerSettings, bind
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
-from tests import forked
+from tests import forked, standins
 from tests.forked import Forked
 from tests.running import environment
 from tests.test_docs import code_block
@@ -424,7 +424,7 @@ def test_weights_that_do_not_fit(tmp_path, capfd):
 
 
 def test_without_jetstream_the_remedy_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(jetstream.importlib.util, "find_spec", lambda name: None)
+    standins.without_packages(monkeypatch, "jetstream")
     monkeypatch.setattr(jetstream, "orchestrator", jetstream.orchestrator.__wrapped__)
     with pytest.raises(SystemExit) as ended:
         serve.main(ServerSettings("package:cipher", "grpc", port=0))
@@ -495,7 +495,7 @@ def test_the_status_line_comes_only_when_there_is_news(monkeypatch, capsys):
         reporting.cancel()
         return silent
 
-    monkeypatch.setattr(server_lib, "STATUS_EVERY_S", 0.01)
+    standins.constants(monkeypatch, server_lib, STATUS_EVERY_S=0.01)
     assert asyncio.run(run()) == ""
     line = "3 answered, 2 running, 1 waiting, 0 refused, 0 hung up; 4,000.0 tokens/s\n"  # 40 tokens in 0.01 s
     assert capsys.readouterr().err == line

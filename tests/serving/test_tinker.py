@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tests import standins
+
 tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
 
@@ -32,6 +34,7 @@ from reinforce_ada_jax.serving.tinker import adapters as adapters_lib  # noqa: E
 from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import service as service_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
+from reinforce_ada_jax.serving.tinker import worker as worker_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker.app import App  # noqa: E402
 from reinforce_ada_jax.training.components import ASSETS  # noqa: E402
 from tests.running import ROOT, environment  # noqa: E402
@@ -326,15 +329,12 @@ def test_a_failure_after_the_last_token_is_that_of_its_request(server, client, m
     sampler = client.create_sampling_client(model_path=path).result()
     assert greedy(sampler)
     other, (_, service, _) = client.create_sampling_client(base_model="cipher").result(), server
-    engine = service.bases["cipher"].sampler
-    submit = engine.submit
 
-    def deleted_before(job):
+    def delete(job):
         if job.adapter:  # the two requests may come in any order
             service.remove_checkpoint(path)
-        submit(job)
 
-    monkeypatch.setattr(engine, "submit", deleted_before)
+    standins.before(monkeypatch, service.bases["cipher"].sampler, "submit", delete)
     terms = types.SamplingParams(max_tokens=8, temperature=0.0)
     failing = sampler.sample(PROMPT, 1, terms, include_prompt_logprobs=True)
     beside = other.sample(PROMPT, 2, terms)
@@ -604,23 +604,22 @@ def test_a_full_disk_refuses_requests_and_keeps_those_that_were_accepted(server,
     """SQLite itself says that there is no space: its file may have no further page."""
     address, service, _ = server
     training, _ = trained(client)
-    monkeypatch.setattr("reinforce_ada_jax.serving.tinker.worker.IDLE_S", 0.05)
+    standins.constants(monkeypatch, worker_lib, IDLE_S=0.05)
     (pages,) = service.store._run("PRAGMA page_count")[0]
     service.store._run(f"PRAGMA max_page_count={pages}")
     body = {"model_id": training.model_id, "seq_id": 3, "adam_params": {}, "padding": "x" * 10**5}
     status, answer = posted(address, "/api/v1/optim_step", body)
     assert (status, answer["detail"]) == (507, "The disk of --workdir is full: free some space. Nothing was accepted.")
     # A request that was accepted before the disk was full waits for space, and is then answered once.
-    full, finish = [True], service.store.finish
+    full = [True]
 
-    def finish_later(request, result, *, replayed):
+    def fill(*_, **__):
         if full[0]:
             full[0] = False
             service.store._run("INSERT INTO sessions VALUES (?, ?)", "x" * 10**6, None)
-        finish(request, result, replayed=replayed)
 
     service.store._run(f"PRAGMA max_page_count={pages + 8}")
-    monkeypatch.setattr(service.store, "finish", finish_later)
+    standins.before(monkeypatch, service.store, "finish", fill)
     losses = [training.forward_backward([datum()], "cross_entropy").result(timeout=60).metrics["loss:sum"]]
     service.store._run("PRAGMA max_page_count=1000000")
     monkeypatch.undo()

@@ -2,14 +2,15 @@
 
 import pytest
 
+from tests import standins
+
 pytest.importorskip("tinker")
 from reinforce_ada_jax.serving.tinker import futures as futures_lib
 from reinforce_ada_jax.serving.tinker.protocol import error_result
 
 
 def test_answers_are_forgotten_some_time_after_they_were_fetched(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(futures_lib.time, "monotonic", lambda: now)
+    clock = standins.clock(monkeypatch, futures_lib)
     futures, answer = futures_lib.SampleFutures(), error_result("none")
     for name in ("fetched", "unfetched", "late"):
         futures.add(name, "session")
@@ -17,15 +18,15 @@ def test_answers_are_forgotten_some_time_after_they_were_fetched(monkeypatch):
     futures.finish("fetched", answer)
     futures.finish("fetched", error_result("a second answer"))
     futures.finish("unfetched", answer)
-    now = 50.0
+    clock.seconds = 50.0
     assert futures.fetch("fetched") is answer and list(futures.waiting) == ["late"]
-    now = 100.0
+    clock.seconds = 100.0
     assert futures.fetch("fetched") is answer  # again: the first answer was lost
-    now = 111.0
+    clock.seconds = 111.0
     futures.finish("late", answer)
     assert [name in futures for name in ("fetched", "unfetched", "late")] == [False, True, True]
     with pytest.raises(KeyError):
         futures.fetch("fetched")
-    now = 3601.0
+    clock.seconds = 3601.0
     futures.finish("unknown", answer)
     assert "unfetched" not in futures and "late" in futures

@@ -30,6 +30,7 @@ from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.checkpoint import Checkpoints, DamagedError, NotSavedError
 from reinforce_ada_jax.training.state import abstract_state
 from reinforce_ada_jax.training.workdir import WorkdirLock
+from tests import standins
 from tests.running import ROOT, environment, tiny
 
 # Orbax leaves coroutines behind that were never awaited where one of many reads or writes fails.
@@ -179,12 +180,11 @@ def test_a_machine_without_free_files_is_not_damage(copied, learner, free):
 def test_a_fault_of_the_machine_is_not_damage(copied, learner, monkeypatch, fault, wrapped):
     """Also where Orbax raises an error of its own from it."""
 
-    def fails(*arguments, **keywords):
-        if wrapped:
-            raise Exception("Encountered error while reading array index: (slice(0, 2, 1),).") from fault
-        raise fault
-
-    monkeypatch.setattr(ocp.CheckpointManager, "restore", fails)
+    error = fault
+    if wrapped:
+        error = Exception("Encountered error while reading array index: (slice(0, 2, 1),).")
+        error.__cause__ = fault
+    standins.failing(monkeypatch, ocp.CheckpointManager, "restore", error)
     text = str(fault).split("] ")[-1]
     with pytest.raises(ValueError, match=f"iteration 3 .*{text}.* It may be whole"):
         newest(copied, learner, [])
@@ -194,7 +194,7 @@ def test_a_fault_of_the_machine_is_not_damage(copied, learner, monkeypatch, faul
 def test_a_record_that_one_process_alone_cannot_read_is_damaged_for_all(copied, learner, state, monkeypatch):
     # This process reads all records; another one can't read the first that it tries.
     of_others = iter([True])
-    monkeypatch.setattr(checkpoint.processes, "any_of", lambda flag: flag or next(of_others, False))
+    standins.of_processes(monkeypatch, any_of=lambda flag: flag or next(of_others, False))
     said = []
     restored, record = newest(copied, learner, said)
     assert record["iteration"] == 2
@@ -349,7 +349,7 @@ def test_processes_agree_on_what_there_is(copied, learner, monkeypatch, late):
         return [mine, mine if len(slept) >= late else b"[1, 2]"]
 
     checkpoints = Checkpoints(copied, keep=3)
-    monkeypatch.setattr(checkpoint.processes, "exchange", exchange)
+    standins.of_processes(monkeypatch, exchange=exchange)
     monkeypatch.setattr(checkpoint.time, "sleep", slept.append)
     if late > checkpoint.processes.SHARED_AFTER_S:
         with pytest.raises(ValueError, match=r"process 0 \[1, 2, 3\], process 1 \[1, 2\]\. Give all of them"):
@@ -526,10 +526,7 @@ def test_a_second_training_is_refused_until_the_first_ends(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
 def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
-    def flock(descriptor, how):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    standins.failing(monkeypatch, fcntl, "flock", OSError(number, os.strerror(number)))
     locks = [WorkdirLock(tmp_path), WorkdirLock(tmp_path)]
     for lock in locks:
         lock.close()

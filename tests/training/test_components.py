@@ -8,10 +8,9 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, replaced
-from reinforce_ada_jax.policy import rounded
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Prompt
-from tests import running
+from tests import running, standins
 from tests.sampling import tiny
 
 SMALL = tiny.ARCHITECTURE
@@ -66,7 +65,7 @@ def test_draws_get_no_more_room_than_they_need_where_a_cpu_chose_it():
 def test_on_a_fast_cpu_the_precision_goes_by_the_model_that_is_named(model, changes, processes, chosen, monkeypatch):
     """Another model may be named than the run's own, as by `evaluate --model`; several processes measure nothing."""
     sizes = {"large": LARGE, "small": SMALL}
-    monkeypatch.setattr(rounded, "is_faster", lambda: True)
+    standins.processor(monkeypatch, fast_in_bfloat16=True)
     monkeypatch.setattr(components_lib, "model_folder", lambda path: path)
     monkeypatch.setattr(components_lib.huggingface, "read_config", lambda folder: sizes[folder])
     monkeypatch.setattr(jax, "process_count", lambda: processes)

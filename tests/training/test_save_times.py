@@ -1,19 +1,16 @@
 """Times of saves: the estimate follows from the newest ones, also after a resume, and slow saves are said once."""
 
-import types
-
 import pytest
 
 from reinforce_ada_jax.config.settings import CheckpointConfig
 from reinforce_ada_jax.training import save_times
 from reinforce_ada_jax.training.save_times import FILE, SaveTimes
+from tests import standins
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    now = types.SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(save_times.time, "monotonic", lambda: now.seconds)
-    return now
+    return standins.clock(monkeypatch, save_times)
 
 
 def saved(times, clock, iteration, size, seconds) -> None:

@@ -15,7 +15,6 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.data.demonstrations import Demonstration
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.optimizer import make_schedule
@@ -25,7 +24,7 @@ from reinforce_ada_jax.training import supervised
 from reinforce_ada_jax.training.run import Run
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt, Response
-from tests import hosts
+from tests import hosts, standins
 from tests.running import cipher_file, reproducible, restored, tiny
 from tests.sampling.tiny import ARCHITECTURE
 
@@ -184,7 +183,7 @@ def test_adapters_are_trained_alone(settings, tmp_path):
 
 def test_a_request_to_another_process_ends_the_validation_here_too(monkeypatch):
     """A score is a program of all processes: one that ended alone would leave the others in it forever."""
-    monkeypatch.setattr(processes, "any_of", lambda flag: True)
+    standins.of_processes(monkeypatch, any_of=lambda flag: True)
     run, state = object.__new__(Run), object.__new__(RunState)
     vars(run).update(config=tiny(**SETTINGS), stop=Stop(asked=lambda: False))
     monkeypatch.setattr(Run, "policy", lambda run, state: {})

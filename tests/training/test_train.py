@@ -31,7 +31,7 @@ from reinforce_ada_jax.training import resume, startup
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.fingerprints import recorded
 from reinforce_ada_jax.types import Prompt
-from tests import compiling
+from tests import compiling, standins
 from tests.forked import Forked
 from tests.running import (
     ROOT,
@@ -415,7 +415,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
 @pytest.mark.parametrize("seconds", [0, 3, 10**6])
 def test_a_folder_that_all_share_may_show_late(tmp_path, monkeypatch, seconds):
     slept, file = [], tmp_path / "run" / "config.json"
-    monkeypatch.setattr(workdir_lib.processes, "is_writer", lambda: False)
+    standins.of_processes(monkeypatch, is_writer=lambda: False)
 
     def sleep(time_s):
         slept.append(time_s)

@@ -20,6 +20,7 @@ from reinforce_ada_jax.collection.selection import Proportional
 from reinforce_ada_jax.collection.strategies import PromptProgress
 from reinforce_ada_jax.training.updates import coefficient_factor, examples
 from reinforce_ada_jax.types import Pool, Prompt, Response, ScoreNoise, Verdict
+from tests import standins
 from tests.running import tiny
 from tests.scripted_rng import ScriptedRng
 
@@ -150,7 +151,7 @@ def test_the_expected_update_is_the_gradient_of_the_objective(shape, objective, 
 
 @pytest.mark.parametrize("covered", [1, 2, 3])
 def test_a_limit_of_covered_draws_changes_no_expectation(monkeypatch, covered):
-    monkeypatch.setattr(corrections, "MAX_COVERED", covered)
+    standins.constants(monkeypatch, corrections, MAX_COVERED=covered)
     config = make_config(SINGLE, OBJECTIVES["log"], **{"collection.control_variate": "noise"})
     assert error_of(config) < 1e-9
 
