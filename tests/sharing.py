@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.supervised import SupervisedLearner
@@ -27,13 +28,14 @@ NOT_OF_A_LEARNER = (
 )  # fmt: skip
 
 
+# Of all tests of this process.
+_MADE: dict[Hashable, Any] = {}
+
+
 @contextlib.contextmanager
 def shared_programs() -> Iterator[None]:
-    """Engines and learners of equal settings have the same programs, which take 2 s to trace and load if compiled.
-
-    The first of them still makes them, so that a run's counts of compiled programs are those of a run alone.
-    """
-    made: dict[Hashable, Any] = {}
+    """Engines and learners of equal settings have the same programs, which take 2 s to trace and load if compiled."""
+    made = _MADE
     make_adapters = AdapterLearner._make_programs
 
     def make_programs(architecture: Architecture, options: Any, mesh: Mesh, cast_shardings: Any) -> programs.Programs:
@@ -51,7 +53,7 @@ def shared_programs() -> Iterator[None]:
         settings = json.loads(config_lib.to_json(config))
         settings = {name: value for name, value in settings.items() if name not in NOT_OF_A_LEARNER}
         settings["data"] = settings["data"]["max_prompt_tokens"]
-        key = kind, architecture, json.dumps([settings, more]), mesh
+        key = kind, architecture, json.dumps([settings, more]), mesh, platform.PROGRAM_S  # which a test changes
         if key not in made:
             made[key] = kind(architecture, config, mesh, **more)
         return made[key]

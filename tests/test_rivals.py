@@ -237,7 +237,7 @@ def test_what_a_selection_tells_the_strategy_outlives_a_kill(tmp_path):
             "iterations": 3, "checkpoint.every": 2, "evaluation.every": 0, "logging.trackers": "",
             "data.prompts": cipher_file(tmp_path / "prompts.jsonl", 8), "collection.prompts_per_iteration": 8,
             "learning.prompts_per_update": 8, "collection.samples_per_round": 3, "collection.max_rounds": 1,
-            "sampling.slots": 16,
+            "sampling.slots": 32,
         },
     )  # fmt: skip
     with responses_kept():

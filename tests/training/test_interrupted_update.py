@@ -9,6 +9,7 @@ import pytest
 from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.update import UpdatePrograms
 from reinforce_ada_jax.training.loop import Ending
+from tests import standins
 from tests.running import reproducible, restored, tiny, train
 
 SETTINGS = {
@@ -48,7 +49,7 @@ CASES = {
     "changes", [pytest.param(CASES[name], id=name, marks=[pytest.mark.slow] if CASES[name] else []) for name in CASES]
 )
 def test_an_update_that_a_signal_breaks_off_is_made_again(tmp_path, monkeypatch, changes):
-    monkeypatch.setattr(platform, "PROGRAM_S", 0.0)  # one micro-batch in a program
+    standins.constants(monkeypatch, platform, PROGRAM_S=0.0)  # one micro-batch in a program
     config = tiny(**SETTINGS | changes)
     assert train(config, tmp_path / "unbroken").ending is Ending.FINISHED
     with monkeypatch.context() as patch:

@@ -29,7 +29,7 @@ from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.run import TrainingStopped
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.types import PartialRollouts, Response, Verdict
-from tests import forked
+from tests import forked, standins
 from tests.running import cipher_file, compiles_nothing_early, environment, reproducible, restored, tiny
 from tests.running import train as train_here
 
@@ -123,8 +123,8 @@ def test_a_model_that_draws_nan_stops_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(components_lib, "load_params", poisoned)
     compiles_nothing_early(monkeypatch)
-    changes = {"evaluation.every": 0, "logging.trackers": "", "collection.prompts_per_iteration": 4}
-    changes |= {"learning.prompts_per_update": 4, "sampling.slots": 16}
+    changes = {"evaluation.every": 0, "logging.trackers": "", "collection.prompts_per_iteration": 8}
+    changes |= {"learning.prompts_per_update": 4, "sampling.slots": 32}
     outcome = train_here(tiny(**changes), tmp_path)
     assert outcome.ending is Ending.STOPPED and outcome.state.iteration == 0
     assert "iteration 1: 8 of 8 tokens of a response to problem '" in outcome.message
@@ -134,11 +134,11 @@ def test_a_model_that_draws_nan_stops_the_run(tmp_path, monkeypatch):
 def test_weights_that_overflow_are_no_result(tmp_path, monkeypatch):
     # The gradient is finite, and the only step, 100 * (3e38 w), is not: without a check the run ends as finished.
     compiles_nothing_early(monkeypatch)
-    changes = {"iterations": 1, "evaluation.every": 0, "logging.trackers": "", "collection.prompts_per_iteration": 4}
-    changes |= {"learning.prompts_per_update": 4, "sampling.slots": 16, "learning.warmup_updates": 0}
+    changes = {"iterations": 1, "evaluation.every": 0, "logging.trackers": "", "collection.prompts_per_iteration": 8}
+    changes |= {"learning.prompts_per_update": 4, "sampling.slots": 32, "learning.warmup_updates": 0}
     outcome = train_here(tiny(**changes, **{"learning.learning_rate": 100, "learning.weight_decay": 3e38}), tmp_path)
     assert outcome.ending is Ending.STOPPED
-    assert "iteration 1, update 1 of 1: the new weights are not finite, and are not saved. Lower" in outcome.message
+    assert "iteration 1, update 1 of 2: the new weights are not finite, and are not saved. Lower" in outcome.message
     assert "No checkpoint was finished yet" in outcome.message and not writers.read_metrics(tmp_path)
     assert not any((tmp_path / "checkpoints").iterdir())
 
@@ -331,7 +331,7 @@ def test_processes_compare_what_they_have_read(tmp_path, monkeypatch):
             if len(texts) == 4:
                 raise Compared
 
-        monkeypatch.setattr(startup.processes, "check_same", check_same)
+        standins.of_processes(monkeypatch, check_same=check_same)
         config = tiny(**{
             "data.prompts": prompts, "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
             "reward.path": f"{tmp_path}/mine.py:reward", "reward.workers": 1,
@@ -426,11 +426,8 @@ def test_a_decode_window_is_at_most_eight_functions_from_the_loop(tmp_path, monk
     class Reached(Exception):
         pass
 
-    def decode_window(*_):
-        raise Reached
-
     compiles_nothing_early(monkeypatch)
-    monkeypatch.setattr(Engine, "decode_window", decode_window)
+    standins.failing(monkeypatch, Engine, "decode_window", Reached())
     with pytest.raises(Reached) as reached:
         train_here(tiny(), tmp_path / "run")
     package = str(pathlib.Path(loop.__file__).parents[1])
