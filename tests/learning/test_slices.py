@@ -18,10 +18,16 @@ from tests.policy.adapting import ALL, random_adapters
 @pytest.mark.parametrize(
     ("family", "split", "rank"),
     [
-        ("qwen2", axes(slices=2, data=2, fsdp=2, tensor=2), 0),
-        pytest.param("qwen2", axes(slices=2, data=4, tensor=2), ALL.rank, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", axes(slices=2, data=2, fsdp=2, tensor=2), 0, marks=pytest.mark.slow),
-        pytest.param("gemma3", axes(slices=2, data=2, context=2, fsdp=2), 0, marks=pytest.mark.slow),
+        ("qwen2", axes(slices=2, data=2, fsdp=2), 0),  # the program of the test below
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen2", axes(slices=2, data=2, fsdp=2, tensor=2), 0),
+                ("qwen2", axes(slices=2, data=4, tensor=2), ALL.rank),
+                ("qwen3_moe", axes(slices=2, data=2, fsdp=2, tensor=2), 0),
+                ("gemma3", axes(slices=2, data=2, context=2, fsdp=2), 0),
+            )
+        ),
     ],
 )
 def test_slices_give_the_numbers_of_one_device(family, split, rank):
