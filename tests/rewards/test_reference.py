@@ -12,18 +12,23 @@ from reinforce_ada_jax.types import Verdict
 RECORDED = pathlib.Path(__file__).parents[1] / "golden" / "reference" / "grading.jsonl"
 
 
-@pytest.fixture(scope="module")
-def cases():
-    return [json.loads(line) for line in RECORDED.read_text().splitlines()]
+CASES = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+# Every fourth, and all for which the program has two verdicts; the others in slow tests.
+FAST = [case for number, case in enumerate(CASES) if not number % 4 or case["training"] != case["evaluation"]]
+OTHERS = [case for case in CASES if case not in FAST]
+SOME = pytest.mark.parametrize(
+    "cases", [pytest.param(FAST, id="some"), pytest.param(OTHERS, id="others", marks=pytest.mark.slow)]
+)
 
 
-def test_boxes_on_record(cases):
-    assert len(cases) > 500
-    for case in cases:
+def test_boxes_on_record():
+    assert len(CASES) > 500
+    for case in CASES:
         assert reference.training_box(case["response"]) == case["training_box"], case
         assert reference.evaluation_box(case["response"]) == case["evaluation_box"], case
 
 
+@SOME
 def test_verdicts_on_record(cases):
     for case in cases:
         assert reference.grade(case["response"], case["answer"]).reward == case["training"], case
@@ -35,6 +40,7 @@ def test_verdicts_on_record(cases):
 READ_BY_AN_OLDER_PARSER = {r"$\boxed{28 pct}": False, "$840$": True}
 
 
+@SOME
 def test_minerva_on_record(cases):
     different = {}
     for case in cases:
