@@ -43,7 +43,7 @@ class Forked:
         """Starts a command.
 
         Args:
-          arguments: begin with "-m" and a module, or with "-c" and a program.
+          arguments: begin with "-m" and a module, with "-c" and a program, or with the file of a program.
           env: the whole environment.
           at_once: of a command that only refuses its input: without the end of the interpreter, which takes 0.12 s.
         """
@@ -189,10 +189,8 @@ def _watch(arguments: list[str], env: dict[str, str], at_once: bool, status: int
     os.environ.update(env)
     for name in COMMANDS:
         sys.modules.pop(f"{PACKAGE}.{name}")
-    how, what, *rest = arguments
-    sys.argv = [how, *rest]
     try:
-        _run(how, what)
+        _run(*arguments)
     except SystemExit as end:
         if not at_once or not isinstance(end.code, int):
             raise
@@ -201,8 +199,12 @@ def _watch(arguments: list[str], env: dict[str, str], at_once: bool, status: int
         os._exit(end.code)
 
 
-def _run(how: str, what: str) -> None:
+def _run(how: str, *rest: str) -> None:
+    sys.argv = [how, *rest[how in ("-m", "-c") :]]
     if how == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        sys.path.insert(0, str(pathlib.Path(how).resolve().parent))
+        runpy.run_path(how, run_name="__main__")

@@ -2,14 +2,13 @@
 
 import collections
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from reinforce_ada_jax import user_code
 from reinforce_ada_jax.rewards import math_answer
+from tests import forked
 from tests.running import CONFIGS, ROOT, environment, load
 
 EXAMPLE = user_code.run(ROOT / "examples" / "char_count.py")
@@ -42,9 +41,9 @@ def test_lengths_and_counts_are_uniform_and_no_problem_is_in_both_files():
 
 def test_the_command_writes_what_train_and_sft_read(tmp_path):
     output = tmp_path / "data"
-    command = [sys.executable, str(ROOT / "examples" / "char_count.py"), f"--output={output}", "--min_letters=4"]
+    command = ["examples/char_count.py", f"--output={output}", "--min_letters=4"]
     command += ["--max_letters=8", "--problems=30", "--heldout=10", "--demonstrations=20"]
-    subprocess.run(command, check=True, env=environment(), capture_output=True)
+    assert forked.run(command, environment()).returncode == 0
     rows = {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in output.iterdir()}
     assert {name: len(lines) for name, lines in rows.items()} == {
         "problems": 30, "demonstrations": 20, "heldout": 10, "validation": 10,
@@ -52,15 +51,13 @@ def test_the_command_writes_what_train_and_sft_read(tmp_path):
     for problem, worked in zip(rows["problems"], rows["demonstrations"], strict=False):
         assert problem["problem"] == worked["prompt"]
         assert rf"\boxed{{{problem['answer']}}}" in worked["completion"]
-    again = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
+    again = forked.run(command, environment())
     assert again.returncode == 2 and "exists already" in again.stderr
 
 
 def test_words_without_letters_are_refused(tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "char_count.py"), f"--output={tmp_path / 'data'}"]
-    ended = subprocess.run(
-        [*command, "--min_letters=9"], check=False, env=environment(), capture_output=True, text=True
-    )
+    command = ["examples/char_count.py", f"--output={tmp_path / 'data'}", "--min_letters=9"]
+    ended = forked.run(command, environment())
     assert ended.returncode == 2 and "--min_letters=9 and --max_letters=5" in ended.stderr
     assert not (tmp_path / "data").exists()
 

@@ -1,8 +1,6 @@
 """examples/maze.py: its mazes, the reward, and its files as the commands read them."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import user_code
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface
+from tests import forked
 from tests.running import CONFIGS, ROOT, environment, load
 
 EXAMPLE = user_code.run(ROOT / "examples" / "maze.py")
@@ -69,9 +68,9 @@ def test_no_maze_is_there_twice_and_neither_first_move_is_preferred():
 
 def test_the_command_writes_what_sft_and_train_read(tmp_path):
     output = tmp_path / "maze"
-    command = [sys.executable, str(ROOT / "examples" / "maze.py"), f"--output={output}", "--size=7"]
+    command = ["examples/maze.py", f"--output={output}", "--size=7"]
     command += ["--problems=30", "--heldout=10", "--demonstrations=20"]
-    subprocess.run(command, check=True, env=environment(), capture_output=True)
+    assert forked.run(command, environment()).returncode == 0
     files = ("problems", "demonstrations", "heldout", "validation")
     rows = {name: [json.loads(line) for line in (output / f"{name}.jsonl").read_text().splitlines()] for name in files}
     assert [len(rows[name]) for name in files] == [30, 20, 10, 10]
@@ -87,13 +86,12 @@ def test_the_command_writes_what_sft_and_train_read(tmp_path):
     architecture, _ = huggingface.load(output / "model")
     assert (architecture.num_layers, architecture.hidden_size, architecture.vocab_size) == (4, 256, 32)
 
-    again = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
+    again = forked.run(command, environment())
     assert again.returncode == 2 and "exists already" in again.stderr
 
 
 def test_mazes_with_an_even_side_are_refused(tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "maze.py"), f"--output={tmp_path / 'maze'}", "--size=8"]
-    ended = subprocess.run(command, check=False, env=environment(), capture_output=True, text=True)
+    ended = forked.run(["examples/maze.py", f"--output={tmp_path / 'maze'}", "--size=8"], environment())
     assert ended.returncode == 2 and "--size=8 must be odd" in ended.stderr
     assert not (tmp_path / "maze").exists()
 
