@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import reinforce_ada_jax as ada
+from tests import sharing
 from tests.running import ROOT
 
 DOCUMENT = (ROOT / "docs" / "api.md").read_text()
@@ -63,7 +64,8 @@ def test_the_examples_run(example, tmp_path, monkeypatch, capsys):
     text = example.replace('"runs/', f'"{tmp_path}/runs/').replace('"models/', f'"{tmp_path}/models/')
     text = text.replace("config.iterations = 2\n", f"config.iterations = 2\n{SIZES}\n")
     monkeypatch.chdir(ROOT)
-    exec(compile(text, "docs/api.md", "exec"), {"__name__": "example"})
+    with sharing.shared_programs():
+        exec(compile(text, "docs/api.md", "exec"), {"__name__": "example"})
     capsys.readouterr()
 
 
