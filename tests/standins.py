@@ -1,4 +1,4 @@
-"""What several tests put in the place of something real, each by one function: limits, clocks, packages, processes."""
+"""Stand-ins that several tests share, each made by one function: limits, clocks, packages, processes."""
 
 import importlib.util
 import sys

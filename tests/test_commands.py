@@ -406,6 +406,8 @@ def test_evaluate_wants_a_run_or_a_model(capsys, given):
 
 
 def test_evaluate_refuses(tmp_path, capsys):
+    """A model or a benchmark that can not be evaluated is named."""
+
     def said(config=None, **options):
         return refused(capsys, evaluate.main, config or tiny(), evaluate.Options(**options))
 
@@ -531,6 +533,7 @@ def test_help_of_simulate_leaves_settings_to_their_section():
 
 
 def test_help_of_sections():
+    """Help describes a section, all settings, or what was meant."""
     one = run_python("-c", PARSE_ONLY, "--help=mesh")
     assert (one.returncode, one.stdout) == (0, reference.help_text("mesh") + "\n")
     every = run_python("-c", PARSE_ONLY, TINY, "--help=all")

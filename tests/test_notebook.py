@@ -28,6 +28,7 @@ def test_no_output_is_stored():
 
 
 def test_the_reward():
+    """The reward of the notebook is whole for one box with the answer, and a part for any box."""
     names = {}
     for source in sources("code"):
         if "def reward" in source:

@@ -69,6 +69,7 @@ def test_each_is_short_and_uses_what_users_have():
 
 
 def test_sgpo():
+    """Draws follow from the pass rates of prompts, and unsolved ones come last."""
     sgpo = load(RIVALS / "sgpo.py")
     strategy = sgpo.sgpo(CollectionConfig(samples_per_round=8, max_rounds=4))
     prompts = prompts_of(0.125, 0.3, 0.75, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -90,6 +91,7 @@ def test_sgpo():
 
 
 def test_mopps():
+    """Verdicts are counted, older ones less, and draws from the counts choose prompts."""
     prompts = prompts_of(None, None, None, None)
     selection = load(RIVALS / "mopps.py").MoPPS(prompts, CollectionConfig())
     selection.observe([group_of(prompts[0], [1] * 8), group_of(prompts[1], [1, 0] * 4)])
@@ -110,6 +112,7 @@ def test_mopps():
 
 
 def test_greso():
+    """Prompts without signal are skipped by probabilities that adapt."""
     prompts, config = prompts_of(None, None, None, None), CollectionConfig(max_extra_batches=1)
     selection = load(RIVALS / "greso.py").GRESO(prompts, config)
     easy, hard, mixed = (group_of(prompts[i], verdicts) for i, verdicts in enumerate(([1, 1], [0, 0], [1, 0])))
@@ -169,6 +172,7 @@ def test_knapsack_by_hand():
 
 
 def test_pilot_commit():
+    """Pilot draws decide which prompts get more."""
     module = load(RIVALS / "pilot_commit.py")
     config = CollectionConfig(
         strategy=f"{RIVALS}/pilot_commit.py:pilot_commit", samples_per_round=8, max_extra_batches=1
@@ -199,6 +203,7 @@ def with_label(pool, **labels):
 
 
 def test_ar3po():
+    """Rounds end at the first success, and earlier successes are kept."""
     module = load(RIVALS / "ar3po.py")
     config = CollectionConfig(strategy=f"{RIVALS}/ar3po.py:ar3po", samples_per_round=4, max_rounds=2)
     strategy = module.ar3po(config)
@@ -296,6 +301,7 @@ def test_vip_predicts_by_likeness():
 
 
 def test_aero():
+    """Wrong groups get more draws, some wrong responses are left out, and a prior gives equal rewards advantages."""
     config = CollectionConfig(strategy=f"{RIVALS}/aero.py:aero", samples_per_round=4, max_rounds=2)
     strategy = load(RIVALS / "aero.py").aero(config)
     rewards = np.zeros((5, 8))
@@ -325,6 +331,7 @@ def test_aero():
 
 
 def test_pcl():
+    """A model of prompts learns from verdicts, and the prompt nearest to 1/2 is chosen."""
     prompts = words_of([0, 0], [1], [2], [0], [1, 1], [2, 2])
     selection = load(RIVALS / "pcl.py").PCL(prompts, CollectionConfig())
     # V is 1/2. Features are unit vectors, so the step is 4 * (2 * 1/2 * 1/4) / 2 = 1/2, up and down.
@@ -354,6 +361,7 @@ TRAINED = {
 
 
 def test_all_are_trained():
+    """Each file of examples is trained here."""
     assert sorted(TRAINED) == sorted(file.stem for file in RIVALS.glob("*.py"))
 
 

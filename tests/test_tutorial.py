@@ -155,6 +155,7 @@ def test_the_pupil_is_right_every_other_time_and_forgets_carries():
 
 
 def test_the_tokenizer(tmp_path):
+    """The tokenizer of the tutorial is small, ends texts, and reads numbers digit by digit."""
     problems, heldout = EXAMPLE.splits(0)
     drawn = EXAMPLE.demonstrations(0, heldout)
     EXAMPLE.write_tokenizer(tmp_path, [" ".join(next(drawn)) for _ in range(500)])

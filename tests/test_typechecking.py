@@ -59,6 +59,7 @@ def test_what_disagrees_with_its_annotation(call):
 
 
 def test_what_agrees():
+    """Values that agree with their annotations pass."""
     assert scaled(np.ones((2, 3)), np.array([1.0, 2.0])).sum() == 9
     assert half(3) == 1.5  # an int where a float is annotated
     assert Row(np.ones(2), np.ones(2)).mask.shape == Rows.first(np.ones((1, 2))).shape

@@ -35,6 +35,7 @@ def at_most(k: int, n: int, p: float) -> float:
 
 
 def test_binomial():
+    """Probabilities are those of the formula, and sum to 1 also for 2,000 draws."""
     expected = [[math.comb(5, k) * p**k * (1 - p) ** (5 - k) for p in RATES] for k in range(6)]
     np.testing.assert_allclose(enumeration.binomial(5, RATES), expected, rtol=1e-14)
     assert enumeration.binomial(2000, RATES).sum(axis=0) == pytest.approx(1.0, abs=1e-11)
@@ -55,6 +56,7 @@ def test_draws_until_k_pos_are_correct(size, rounds, k_pos):
 
 @pytest.mark.parametrize(("n", "size", "rounds"), [(2, 4, 3), (4, 8, 4), (5, 8, 4), (8, 8, 8)])
 def test_balance(n, size, rounds):
+    """Draws and unmet rules are those of the binomial distribution."""
     found = expectations(config("balance", group_size=n, samples_per_round=size, max_rounds=rounds), RATES)
     k_pos, k_neg = n // 2, n - n // 2
 
@@ -68,6 +70,7 @@ def test_balance(n, size, rounds):
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 def test_grpo(n):
+    """Zero signal, draws and signal are those of the closed forms for fixed groups."""
     found = expectations(config("grpo", group_size=n), RATES)
     np.testing.assert_allclose(found.zero_signal, RATES**n + (1 - RATES) ** n, atol=1e-14)
     np.testing.assert_array_equal(found.zero_signal, found.zero_variance)

@@ -69,6 +69,7 @@ def prompt_file(tmp_path):
 
 
 def test_grpo(capsys):
+    """The table has the closed forms of fixed groups."""
     run("--strategy=grpo", "--group_size=8", "--pass_rates=0.1,0.5", "--tokens_per_response=500")
     shown = capsys.readouterr().out
     assert shown.startswith("grpo: groups of 8, at most 8 draws, objective identity\n")
@@ -129,6 +130,7 @@ def test_a_config_file_and_flags_over_it():
 
 
 def test_a_users_strategy(tmp_path, capsys):
+    """A strategy from a file of the user has its row."""
     file = tmp_path / "mine.py"
     file.write_text(
         "from reinforce_ada_jax.collection import strategies\n"
@@ -150,6 +152,7 @@ def test_the_command_loads_no_jax():
 
 
 def test_a_prompt_set(prompt_file, tmp_path, capsys):
+    """A file of prompts is a histogram, and each strategy has its draws over it."""
     folder = tmp_path / "out"
     flag = (f"--histogram={prompt_file}", "--pass_rates=0.5", "--tokens_per_response=10")
     run("--strategy=grpo,positive", *flag, f"--output={folder}")
@@ -230,6 +233,7 @@ def refused(capsys, arguments, parts) -> None:
     ids=lambda value: " ".join(value[-1:]),
 )
 def test_mistakes(capsys, arguments, parts):
+    """A wrong flag is named, with what is allowed."""
     refused(capsys, arguments, parts)
 
 

@@ -32,6 +32,7 @@ HISTORIES = {"grpo-4": [history(320, 0.4), history(320, 0.8)], "balance": [histo
 
 
 def test_summary():
+    """Averages and intervals over seeds, at equal updates, tokens and times."""
     found = learning.summary(learning.TASKS["cipher"], HISTORIES)
     # Half of the way: 0.2 and 0.4, whose standard error is 0.1; 12.706 times that with one degree of freedom.
     assert found["grpo-4"]["avg_at_100_updates"] == pytest.approx([0.3, 1.2706], abs=1e-4)
@@ -196,6 +197,7 @@ def test_an_algorithm_of_the_users_own_is_trained(tmp_path, scripted, monkeypatc
     ],
 )
 def test_a_mistake(tmp_path, capsys, argument, message):
+    """A wrong flag ends the command with its message."""
     with pytest.raises(SystemExit, match="2"):
         measured(tmp_path, argument)
     assert message in capsys.readouterr().err

@@ -83,6 +83,7 @@ def change(file, **changes):
 
 
 def test_rollout(tmp_path, model, workload, capsys):
+    """The report counts useful tokens, and its rate is that of the median time."""
     out = tmp_path / "out.json"
     flag = [f"--model={model[0]}", f"--workload={workload}", "--slots=2", "--window=4", "--page_size=4", "--repeat=2"]
     values = parsed(*flag, f"--json={out}")
@@ -153,6 +154,7 @@ def fake(tmp_path, monkeypatch, model):
 
 
 def test_against_a_baseline(model, workload, fake, capsys):
+    """Another program's time and log-probabilities are compared with ours."""
     change(workload, prompts=[*PROMPTS[:2], [7, 7]])
     row = models.logprobs(ARCHITECTURE, model[1], np.array([7, 7])).tolist()
     scores = fake.with_name("fake.py.json")
@@ -249,6 +251,7 @@ def test_an_adaptive_workload_of_any_strategy(settings, most):
 
 @pytest.mark.slow  # test_rollout compares an engine with its simulation, and the test below has a barrier
 def test_adaptive():
+    """A simulation has the counts of the rollout that it stands for."""
     flag = ("adaptive", "--slots=8", "--prompts=12", "--scale=0.01", "--window=4", "--barrier")
     result, simulated = run(*flag), run(*flag, "--simulate")
     for name in ("useful_tokens", "responses", "slot_utilisation", "turns", "windows", "dispatches"):
@@ -300,6 +303,7 @@ def test_hosts_in_step_wait_for_the_one_with_the_most_work(tmp_path):
 
 
 def test_lengths(tmp_path):
+    """Lengths come from a distribution, from a file, or from the samples of a run."""
     random = np.random.default_rng(0)
     drawn = workloads.parse_lengths("500,0.8,16,2048")(random, (10_000,))
     assert drawn.min() >= 16 and drawn.max() == 2048 and np.median(drawn) == pytest.approx(500, rel=0.05)
@@ -317,6 +321,7 @@ def test_lengths(tmp_path):
 
 
 def test_costs_by_name(capsys):
+    """A cost that is named scales the simulated time, and an unknown one is refused."""
     flag = ("adaptive", "--simulate", "--slots=8", "--prompts=8", "--scale=0.01")
     plain, twice = run(*flag, "--cost=decode_step=1"), run(*flag, "--cost=decode_step=2")
     assert plain["seconds"] == plain["turns"] and twice["seconds"] == 2 * plain["turns"]

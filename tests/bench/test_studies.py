@@ -38,6 +38,7 @@ def config(strategy: str, **settings: object) -> SimpleNamespace:
 
 
 def test_zero_variance():
+    """The probability of equal rewards in a group is p^n + (1 - p)^n."""
     found = studies.zero_variance_probability([2, 8], np.array([0.0, 0.1, 0.5]))
     # 0.1^2 + 0.9^2 = 0.82; 0.9^8 + 0.1^8.
     np.testing.assert_allclose(found, [[1, 0.82, 0.5], [1, 0.43046722, 2 / 256]], rtol=1e-12)
@@ -77,6 +78,7 @@ def test_log_of_grpo():
 
 
 def test_population():
+    """Pass rates are evenly spaced quantiles of their distribution."""
     u = (np.arange(100) + 0.5) / 100
     np.testing.assert_allclose(population(100, 1.0, 1.0), u, atol=1e-9)
     np.testing.assert_allclose(population(100, 0.5, 1.0), u**2, atol=1e-9)
@@ -185,6 +187,7 @@ def second(config):
 
 
 def test_average():
+    """Curves are averaged at equal updates and at equal draws, with a standard error."""
     curves = [
         Curve(np.array([0.0, 10.0, 20.0]), np.array([0.1, 0.2, 0.4])),
         Curve(np.array([0.0, 20.0, 40.0]), np.array([0.1, 0.4, 0.6])),
@@ -225,6 +228,7 @@ def test_the_study_of_zero_variance(prompt_file, tmp_path, capsys):
 
 
 def test_epsilon(tmp_path, capsys):
+    """The study names the epsilon that moves the gradient."""
     folder = tmp_path / "out"
     run("--study=epsilon", "--pass_rates=0.02,0.1,0.5", f"--output={folder}")
     shown = capsys.readouterr().out
@@ -272,6 +276,7 @@ def markdown_tables(text: str) -> list[dict[str, list[str]]]:
 
 @pytest.mark.slow  # its numbers are tried above; test_epsilon writes the files of a study
 def test_what_strategies_climb(tmp_path, capsys):
+    """The tables have signal, draws and noise of each strategy."""
     folder = tmp_path / "out"
     flag = ("--pass_rates=0.1,0.5", f"--output={folder}")
     run("--study=signal", "--strategy=grpo@4,balance,balance+log+exact,positive/1x32+log", *flag)
@@ -313,6 +318,7 @@ def test_the_strategies_that_the_study_shows_are_allowed():
 
 @pytest.mark.slow  # its numbers are tried above; test_epsilon writes the files of a study
 def test_learning(tmp_path, capsys, monkeypatch):
+    """The study of learning compares strategies after equal updates and equal draws."""
     standins.constants(monkeypatch, studies, UPDATES=(1, 4), DRAWS=(1000, 4000), POPULATION=64)
     folder = tmp_path / "out"
     run("--study=learning", f"--output={folder}")
@@ -341,6 +347,7 @@ def test_learning(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_mistakes(capsys, arguments, parts):
+    """A wrong flag is named, with what is allowed."""
     with pytest.raises(SystemExit) as ended:
         run(*arguments)
     assert ended.value.code == cli.BAD_INPUT
@@ -381,6 +388,7 @@ def test_savings_by_hand():
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_values_of_objectives(objective):
+    """The value of each objective is that of its formula."""
     p, alpha = np.array([0.01, 0.25, 0.5]), 0.3
     found = objective_studies.value(Objective(objective, alpha, k=3), p)
     np.testing.assert_allclose(found, OBJECTIVES[objective](p, alpha), rtol=1e-12)

@@ -96,6 +96,7 @@ def scores(params) -> list[list[float]]:
 
 
 def test_the_report(model):
+    """The report has tokens, times, losses and bytes of the update."""
     _, _, result = model
     tokens = sum(len(example["prompt"]) + len(example["response"]) for example in examples())
     assert result["tokens"] == tokens
@@ -158,6 +159,7 @@ def answers(result, **changes) -> list[dict]:
 
 
 def test_beside_a_baseline(fake, model):
+    """Another program's loss and log-probabilities are compared with ours, in time and memory."""
     result = run(*fake(answers(model[2])))
     theirs = result["against"]
     assert (theirs["given"], theirs["cut"], theirs["seconds_per_update"]) == ("float32", 2, 50.0)

@@ -26,6 +26,7 @@ REFERENCE = pathlib.Path(__file__).parents[1] / "golden" / "reference" / "group_
 
 
 def test_reference_vectors():
+    """Advantages are those that the published program computed."""
     cases = [json.loads(line) for line in REFERENCE.read_text().splitlines()]
     assert len(cases) == 80
     for case in cases:
@@ -77,6 +78,7 @@ def test_half_given_pool_statistics_are_refused():
 
 
 def test_make_group():
+    """A group has the kept responses, with advantages from the pool's statistics."""
     config = SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2)
     # Round 1 has one hit, round 2 another: 8 draws, mean 1/4; kept the hits 2, 5 and the first wrong 0, 1.
     # From the group's own mean the advantages would be +-1/2.
@@ -118,6 +120,7 @@ ADVANTAGES = {
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("baseline", ADVANTAGES)
 def test_baselines(baseline, normalize):
+    """Each baseline has its advantages by hand."""
     config = SimpleNamespace(
         strategy="balance", group_size=4, samples_per_round=4, max_rounds=2,
         baseline=baseline, normalize_by_std=normalize,

@@ -31,6 +31,7 @@ def test_what_a_bound_takes_the_others_share_in_proportion():
 
 
 def test_the_ends():
+    """Weights decide nothing where all have the least or the most draws."""
     weights = np.array([3.0, 1.0])
     np.testing.assert_array_equal(fill(weights, 4, 2, 32), [2, 2])
     np.testing.assert_array_equal(fill(weights, 64, 2, 32), [32, 32])

@@ -45,6 +45,7 @@ def test_the_series_of_a_power(alpha):
 
 
 def test_the_other_series():
+    """Coefficients of each objective in powers of 1 - p."""
     assert Objective("identity").series(3).tolist() == [1.0, 0.0, 0.0]
     assert Objective("log").series(3).tolist() == Objective("maxrl").series(3).tolist() == [1.0, 1.0, 1.0]
     assert Objective("pass_at_k", k=2).series(3).tolist() == [0.0, 2.0, 0.0]  # 2 (1 - p)

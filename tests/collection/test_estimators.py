@@ -48,6 +48,7 @@ def test_outcomes_count_not_rewards():
 
 @given(st.lists(st.tuples(st.integers(0, 32), st.booleans()), max_size=30))
 def test_never_certain(history):
+    """However long a history is one-sided, the estimate stays away from 0 and 1."""
     ema = Ema()
     for drawn, right in history:
         ema.observe([make_pool("a", drawn if right else 0, drawn)])
@@ -57,6 +58,7 @@ def test_never_certain(history):
 
 
 def test_no_prompts():
+    """No prompts have no estimates."""
     assert Ema().estimate([]).shape == (0,)
 
 
@@ -103,4 +105,5 @@ def test_calibration_by_hand():
 
 
 def test_nothing_to_calibrate():
+    """Pools without an estimate have no calibration."""
     assert calibration([make_pool("a", 1, 2)]) == calibration([]) == {}

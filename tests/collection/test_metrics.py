@@ -31,6 +31,7 @@ def measured(groups, group_size, num_prompts=None, thresholds=None):
 
 
 def test_by_hand():
+    """Each metric of some groups is that counted by hand."""
     groups = [
         # Never solved: 6 draws in 3 rounds.
         make_group(

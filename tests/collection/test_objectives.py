@@ -27,6 +27,7 @@ OBJECTIVES = {
     ],
 )
 def test_weights(objective, alpha, expected):
+    """The weight of each objective is that of its formula."""
     np.testing.assert_allclose(weight(objective, P, alpha=alpha), expected, rtol=1e-15)
     # A number gives a number.
     assert weight(objective, 0.25, alpha=alpha) == pytest.approx(expected[1])
@@ -92,5 +93,6 @@ def test_identity_is_uniform_where_nothing_is_said_of_variance():
 
 
 def test_an_unknown_name():
+    """An unknown objective is named, with those that there are."""
     with pytest.raises(ValueError, match="'logit'; it must be one of identity, log, maxrl, power, pass_at_k"):
         weight("logit", 0.5)

@@ -24,6 +24,7 @@ def config_of(case: dict) -> SimpleNamespace:
 
 @pytest.mark.parametrize("case", CASES)
 def test_reference_rounds(case):
+    """Draws and choices are those of the published program."""
     pools = run_strategy(config_of(case), np.array(case["rewards"]))
     expected = case["expected"]
     assert [len(pool.responses) for pool in pools] == expected["samples_drawn"]

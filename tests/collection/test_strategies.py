@@ -108,6 +108,7 @@ SIX, RETRY = (
     ],
 )  # fmt: skip
 def test_by_hand(section, bits, drawn, met, kept, advantages):
+    """Draws, kept responses and advantages are those counted by hand."""
     (pool,) = run_strategy(section, np.array([[int(bit) for bit in bits]]))
     assert (len(pool.responses), pool.met) == (drawn, met)
     group = make_group(pool, strategies.build(section))
@@ -163,6 +164,7 @@ def test_fixed_draws_one_round_and_keeps_it():
     ],
 )
 def test_rules(name, drawn, correct, met):
+    """A prompt stops when the rule of its strategy is met."""
     strategy = strategies.build(config(name))
     after_one = progress(1, drawn, correct)
     assert strategy.met(after_one) == met
@@ -260,6 +262,7 @@ ESTIMATES = {"p0": 0.24, "p1": 0.03, "p2": 0.99}
     ],
 )
 def test_draws_fixed_beforehand(settings, draws):
+    """Estimates decide all draws of a prompt before its first one."""
     bits = dict.fromkeys(ESTIMATES, "0*")
     pools = draw(config("estimate", 4, objective_epsilon=0.01, **settings), bits, estimates=ESTIMATES)
     assert [len(pool.responses) for pool in pools] == draws

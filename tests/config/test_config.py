@@ -442,6 +442,7 @@ def test_trajectories_of_the_next_iteration_are_refused():
 
 
 def test_devices_are_split():
+    """A run draws ahead where devices of its own draw and staleness is allowed."""
     split = changed(**{"mesh.sampler": 4, "mesh.fsdp": 2, "mesh.tensor": 2})
     assert config_lib.check(split).draws_ahead
     assert not changed(**{"mesh.sampler": 1, "collection.max_staleness": 0}).draws_ahead
@@ -527,6 +528,7 @@ def test_every_setting_is_read_by_something():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_json_and_back(file):
+    """A configuration comes back from its JSON text as it was."""
     config = config_lib.replaced(config_lib.validate(running.load(file).get_config()), {"learning.truncated_is_cap": 2})
     again = config_lib.from_json(config_lib.to_json(config))
     assert again == config

@@ -26,6 +26,7 @@ def test_the_key_is_a_permutation():
 
 
 def test_splits():
+    """Words are uniform over lengths, and none is in both splits."""
     train, heldout = cipher.words("train"), cipher.words("heldout")
     assert (len(train), len(heldout)) == (1024, 256)
     assert len({*train, *heldout}) == 1280
@@ -38,6 +39,7 @@ def test_splits():
 
 
 def test_tokenizer(tmp_path):
+    """The written tokenizer has the ids of the formula, and decodes without spaces."""
     cipher.write_tokenizer(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

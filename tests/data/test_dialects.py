@@ -36,6 +36,7 @@ def read(row, **columns):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file(name):
+    """Rows as other programs write them become the same problems."""
     source = str(FOLDER / name)
     problems = load_problems(source)
     assert [(problem["problem"], problem["answer"]) for problem in problems] == PROBLEMS
@@ -71,6 +72,7 @@ def test_parquet_without_the_package(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Cannot locate reference")  # of the package that `datasets` pickles with
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_folder(tmp_path, monkeypatch, saved):
+    """A folder of a data set is read as its file."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     datasets = pytest.importorskip("datasets")
     rows = [json.loads(line) for line in (FOLDER / "verl.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -112,10 +114,12 @@ def test_a_folder(tmp_path, monkeypatch, saved):
     ],
 )
 def test_answers(answer, expected):
+    """The answer is found in each of its columns."""
     assert read({"problem": "q", **answer}) == ("q", expected)
 
 
 def test_named_columns():
+    """Columns that are named come before those that are known."""
     row = {"Question": "p?", "question": "q?", "Final": 3, "answer": "4", "extra_info": {"question": "r?"}}
     assert read(row) == ("q?", "4")
     assert read(row, problem="Question", answer="Final") == ("p?", "3")

@@ -70,6 +70,7 @@ def test_a_line_is_not_read_whole(tmp_path):
 
 
 def test_a_damaged_archive(tmp_path):
+    """The line is named after which an archive can not be read."""
     lines = "".join(json.dumps(GOOD | {"id": str(index)}) + "\n" for index in range(100)).encode()
     packed = gzip.compress(lines)
     for name, content in (("cut", packed[:-20]), ("flipped", packed[:-6] + b"\0\0" + packed[-4:])):

@@ -79,6 +79,7 @@ def test_ids_that_a_merged_set_repeats():
 
 
 def test_columns():
+    """Rows of a data set become problems, and keep their columns."""
     (problem,) = from_columns([{"id": 7, "question": "q", "answer": "So\n#### 1,234", "pass_rate": 0.25}], "set")
     columns = {"id": 7, "question": "q", "answer": "So\n#### 1,234", "pass_rate": 0.25}
     read = {"id": "7", "problem": "q", "answer": "1234", "pass_rate": 0.25}

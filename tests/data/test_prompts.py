@@ -27,6 +27,7 @@ def test_the_built_in_task():
 
 
 def test_a_file(tmp_path):
+    """Lines of a JSONL file become problems, with labels and columns."""
     source = write(
         tmp_path / "some.jsonl",
         GOOD | {"source": "elsewhere", "level": 5, "subject": None, "type": "", "note": "x"},
@@ -88,6 +89,7 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 def test_no_file(tmp_path):
+    """A file that is not there is named."""
     with pytest.raises(
         ValueError, match=r"There is no file a,b: .*Several are written as \"\('a.jsonl', 'b.jsonl'\)\""
     ):
@@ -97,6 +99,7 @@ def test_no_file(tmp_path):
 
 
 def test_benchmark_name():
+    """The name of a benchmark is that of its file or data set."""
     assert benchmark_name("cipher:heldout") == "heldout"
     assert benchmark_name("data/math500.jsonl") == "math500"
     assert benchmark_name("tfds:gsm8k/test") == "gsm8k_test"
@@ -104,6 +107,7 @@ def test_benchmark_name():
 
 
 def test_tokenize(tmp_path):
+    """Prompts have tokens within the limit."""
     cipher.write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     problems = [

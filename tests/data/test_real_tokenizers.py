@@ -48,6 +48,7 @@ def test_the_trial_takes_them(tmp_path, name):
 
 @pytest.mark.parametrize("name", shared.TOKENIZERS)
 def test_vectors(load, name):
+    """Ids and texts are those that the published tokenizers gave."""
     tokenizer, rows = load(name), shared.vectors(name)
     assert len(rows) == 46
     for row in rows:
@@ -84,6 +85,7 @@ def test_llama_stops_on_what_its_generation_config_says(load):
     [("qwen2.5-math", CHATML), ("qwen2.5-math-byte-pairs", CHATML), ("qwen3", CHATML), ("llama3", LLAMA3)],
 )
 def test_prompts(load, name, expected):
+    """A template gives the recorded prompt."""
     tokenizer = load(name)
     assert tokenizer.render_text("What is $1+1$?", Chat()) == expected
     tokens = tokenizer.render("What is $1+1$?", "qwen_math")

@@ -150,6 +150,7 @@ def test_files_that_hold_no_template(tmp_path, files, message):
 
 
 def test_messages():
+    """A chat has the system message, and the problem with its suffix."""
     assert Chat().messages("1+1?") == [
         {"role": "system", "content": r"Please reason step by step, and put your final answer within \boxed{}."},
         {

@@ -62,6 +62,7 @@ def load(source):
 
 
 def test_without_the_package(monkeypatch):
+    """The package that is missing is named."""
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ValueError, match=r"tfds:gsm8k/test needs tensorflow-datasets.*pip install.*\[data\]"):
         load_problems("tfds:gsm8k/test")
@@ -69,6 +70,7 @@ def test_without_the_package(monkeypatch):
 
 @installed
 def test_prepared_rows(tmp_path, quiet):
+    """A prepared folder is read in the order of its rows."""
     source = prepare(quiet, tmp_path / "prepared", ROWS)
     assert source == f"tfds:{tmp_path}/prepared/problems/1.0.0"
     # The order is that of the rows, so a cursor goes through them as through a file.

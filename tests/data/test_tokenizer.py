@@ -58,6 +58,7 @@ def write_folder(folder, special=(), config=None, bos=None, **files):
 
 
 def test_chatml_rendering(tmp_path):
+    """Markers of ChatML are single tokens, and the text is that of the template."""
     write_folder(tmp_path, CHATML_TOKENS, {"eos_token": "<|endoftext|>", "chat_template": CHATML})
     tokenizer = Tokenizer.load(tmp_path)
     tokens = tokenizer.render("What is $1+1$?", "qwen_math")
@@ -138,6 +139,7 @@ def test_a_long_text_is_not_cut(tmp_path):
 
 
 def test_vocabulary(tmp_path):
+    """Ids beyond the vocabulary decode to nothing."""
     tokenizer = Tokenizer.load(write_folder(tmp_path, ("</s>",), {"eos_token": "</s>"}))
     assert tokenizer.vocab_size == 257
     # An embedding table may have more rows than the vocabulary has tokens, and a sampler may pick one.

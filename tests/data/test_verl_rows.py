@@ -44,6 +44,7 @@ def tokenizer(tmp_path):
 
 
 def test_a_file(tmp_path):
+    """Rows of verl become problems with their answers, there and back."""
     problems = load_problems(write(tmp_path / "train.jsonl", ROWS))
     assert [problem["id"] for problem in problems] == ["0", "1", "2"]
     assert [problem["answer"] for problem in problems] == ["2", "4", "7"]  # not the worked solution

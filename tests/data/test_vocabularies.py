@@ -86,6 +86,7 @@ def test_sentencepiece_and_added_tokens(tmp_path, sentencepiece_model):
 
 
 def test_sentencepiece_flags(tmp_path, sentencepiece_model):
+    """Flags of the tokenizer add tokens at the ends, and no space."""
     theirs = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
     config = {"add_bos_token": False, "add_eos_token": True}
     ours = Tokenizer.load(write(tmp_path, sentencepiece_model, config))
@@ -183,6 +184,7 @@ def test_ranks_are_what_tiktoken_says(tmp_path, ranks, seed):
     ],
 )
 def test_bad_ranks(tmp_path, content, message):
+    """A file of ranks that is wrong is refused."""
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(write(tmp_path, content, {"bos_token": "<|begin_of_text|>"}))
 
@@ -204,6 +206,7 @@ ADDED = {"260": {"content": "<|endoftext|>", "special": True}, "261": {"content"
 
 
 def test_byte_pairs(tmp_path):
+    """A folder with merges alone has the ids of its family."""
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>", "added_tokens_decoder": ADDED}
     ours = Tokenizer.load(write_byte_pairs(tmp_path, config))
     assert (ours.vocab_size, ours.stop_ids) == (262, (260,))

@@ -47,6 +47,7 @@ def verify_later(pairs):
 @pytest.mark.parametrize("verify_fn", [verify, verify_later])
 @pytest.mark.parametrize("at_once", [1, 64])
 def test_draw(tmp_path, monkeypatch, verify_fn, at_once):
+    """All responses are graded and stored, however many prompts are drawn at once."""
     standins.constants(monkeypatch, fixed_draws, RESPONSES_PER_SLOT=at_once)  # of 4 slots: 2 prompts at a time, or all
     progress = []
     with ResponseStore(tmp_path / "set.jsonl", HEADER) as store:

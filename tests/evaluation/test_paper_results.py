@@ -105,6 +105,7 @@ def test_published_configurations_evaluate_as_the_paper_does():
 
 
 def test_columns():
+    """A benchmark's name finds its column of the paper."""
     assert paper_results.column("weqweasdas_aime_hmmt_brumo_cmimc_amc23") == "aime_like"
     assert paper_results.column("aime_like_160") == paper_results.column("aime_like") == "aime_like"
     assert paper_results.column("weqweasdas_minerva_math") == paper_results.column("minerva_math") == "minerva_math"

@@ -55,6 +55,7 @@ def test_duplicates_are_found_by_their_normalised_text():
 
 
 def test_histogram():
+    """The histogram has a bar for each pass rate, and marks those of the band."""
     assert preparation.histogram([0, 0, 0, 0, 1, 2, 2], 2, Band(0.0, 0.5)).splitlines() == [
         "pass rate  problems",
         "    0.000         4  ########################################",

@@ -72,6 +72,7 @@ def test_killed_twice_it_chooses_the_same_prompts(start, tmp_path):
 
 
 def test_what_is_written(tmp_path, monkeypatch, capsys):
+    """Prompts in the band, their manifest, and all draws are written."""
     source, output = tmp_path / "words.jsonl", tmp_path / "prompts.jsonl"
     problems = cipher.problems("heldout")[:48]
     longer = {"id": "long", "problem": "А" * 9, "answer": "x"}

@@ -130,6 +130,7 @@ def test_what_another_process_added_in_between_stays(file):
 
 
 def test_regrade(file, monkeypatch):
+    """All stored responses are graded again, some at a time."""
     standins.constants(monkeypatch, response_store, REGRADED_AT_ONCE=3)
     now = HEADER | {"graded": {"reward": "gsm8k", "answers": "b"}}
     store = ResponseStore(file, now, regrade=True)

@@ -12,6 +12,7 @@ def table(results, **settings):
 
 
 def test_table():
+    """The table has a row for each benchmark, label and range of difficulty."""
     results = {
         "heldout": statistics([problem("0100"), problem("1101")]),
         "b": statistics([problem("1111", truncated=2, reasons="nt")]),

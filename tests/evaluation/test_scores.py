@@ -63,6 +63,7 @@ def test_one_problem_has_no_error_and_the_samples_are_a_k_too():
 
 
 def test_averages_by_label():
+    """Averages are those of the problems with a label."""
     labels = {
         "a": {"level": "5", "source": "x"},
         "b": {"level": "2", "source": "x"},

@@ -29,6 +29,7 @@ def test_a_sample_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), [("folders", 200), ("files", 100)])
 def test_all_are_refused(kind, count):
+    """Every damaged file is refused, and the damages differ."""
     found = trials(kind, 0, count)
     assert_refused(found)
     assert len({trial["harm"] for trial in found}) >= 12  # they differ

@@ -122,6 +122,7 @@ def test_a_place_in_the_queue_is_kept(cloud):
 
 
 def test_status(cloud):
+    """The status names the state of the node, and how its run ended."""
     cloud.set(node="READY", exit_codes=[2])
     assert check(cloud.run("status", *NODE)).stdout.endswith(" none\n")
     check(cloud.run("install", *NODE))
@@ -200,6 +201,7 @@ def test_a_slice_of_several_hosts_is_no_vm(cloud):
 
 
 def test_without_gcloud(cloud):
+    """The missing program is named."""
     (cloud.folder / "bin" / "gcloud").unlink()
     for tool in ("bash", "git", "dirname", "env"):
         (cloud.folder / "bin" / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
@@ -247,6 +249,7 @@ def test_flags_that_are_refused(cloud, arguments, parts):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"]], ids=" ".join)
 def test_help(cloud, arguments):
+    """Each script describes its commands and flags."""
     for script in ("tpu_vm.sh", "tpu_pod.sh"):
         text = check(cloud.run(*arguments, script=script)).stdout
         assert f"launch/{script} COMMAND" in text and "--retries=N" in text
@@ -363,6 +366,7 @@ def test_delete_asks(cloud, answer):
 
 @pytest.mark.parametrize(("flags", "answer"), [([], "y\n"), (["--yes"], "")])
 def test_delete(cloud, flags, answer):
+    """A node is deleted by an answer or a flag."""
     cloud.set(node="READY")
     check(cloud.run("delete", *NODE, *flags, answer=answer))
     assert cloud.calls() == [["tpu-vm", "delete", "ada", "--quiet", ZONE]]

@@ -188,6 +188,7 @@ def test_a_network_that_stays_away(cloud):
     ],
 )
 def test_resume(cloud, state, steps):
+    """A node in any state is brought back, and trains again."""
     cloud.set(node=state)
     check(cloud.run("resume", *ALL))
     assert cloud.steps() == steps

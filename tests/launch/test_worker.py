@@ -45,6 +45,7 @@ def test_a_setup_file_that_fails(cloud):
 
 @pytest.mark.parametrize("flags", [[], ["--python=python3.11"]])
 def test_an_old_python(cloud, flags):
+    """The version that is too old is named, with what to do."""
     cloud.set(node="READY", python="3.10.12")
     parts = ("Python 3.11 or newer is needed", "Python 3.10.12", "--setup file", "launch/README.md")
     check_error(cloud.run("install", *NODE, *flags), 1, *parts)

@@ -26,6 +26,7 @@ ROWS = [
 
 
 def test_layout():
+    """Rows have the prompt, its response at once, and padding on the right."""
     batch = make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4)
     # The response follows its own prompt at once; padding is on the right alone.
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 2, 0, 0], [5, 9, 9, 9, 2, 0, 0]])

@@ -225,6 +225,7 @@ def test_equals_the_naive_loss(config, tied):
 
 
 def test_in_bfloat16():
+    """Loss and gradients in bfloat16 are those of float32, to rounding."""
     case = make_case(6, 20, 16, 512, dtype=jnp.bfloat16)
     ours = with_gradients(fused_loss, *case, tied=True, tile=(32, 200))
     assert ours[1][0].dtype == ours[1][1].dtype == jnp.bfloat16
@@ -379,6 +380,7 @@ def make_shapes(tokens):
 
 @pytest.mark.slow
 def test_the_benchmark():
+    """The fused loss needs less memory than logits take, with the same value."""
     sizes = dict(rows=4, length=256, words=8192, columns=32)
     result = loss.measure(**sizes, repeat=1)
     logits = 4 * 4 * 256 * 8192
@@ -393,6 +395,7 @@ def test_the_benchmark():
     ("behaviour_logprobs", ["truncated_is_cap needs behaviour_logprobs"]),
 ])  # fmt: skip
 def test_missing_arrays(name, parts):
+    """An array that a setting needs is named."""
     hidden, head, arrays = make_case(2, 5, 8, 64)
     with pytest.raises(ValueError) as raised:
         fused_loss(hidden, head, arrays | {name: None}, config=EVERYTHING, tied=True)

@@ -76,6 +76,7 @@ def assert_same_bits(family, temperature=1.0, per_row=1, **changes):
 
 
 def test_sampler_and_learner():
+    """The learner's log-probabilities have the sampler's bits, packed or not."""
     assert_same_bits("qwen2")
     assert_same_bits("qwen2", per_row=4)
 
@@ -119,6 +120,7 @@ def test_the_logprobs_are_those_of_the_plain_forward_pass():
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("changes", [{}, ONE_SLOT, EIGHT_SLOTS])
 def test_families(family, changes):
+    """So they have in other families, and in engines of other sizes."""
     assert_same_bits(family, 0.7, 4, **changes)
 
 

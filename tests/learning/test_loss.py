@@ -488,6 +488,7 @@ def test_regularization_weighs_entropy_and_kl_alone():
 
 
 def test_what_is_refused():
+    """Unknown settings and missing arrays are named."""
     one = jnp.ones((1, 1))
     with pytest.raises(ValueError, match="needs behaviour_logprobs"):
         clipped_policy_loss(one, one, one, one, aggregation="token-mean", truncated_is_cap=2.0, **CLIPS)

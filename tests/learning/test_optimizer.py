@@ -19,6 +19,7 @@ from reinforce_ada_jax.learning.optimizer import make_optimizer, warmup_schedule
     ],
 )
 def test_warmup(warmup_updates, expected):
+    """The learning rate rises in equal steps to its value."""
     schedule = warmup_schedule(2.0, warmup_updates)
     np.testing.assert_allclose([schedule(update) for update in range(len(expected))], expected, rtol=1e-6)
 

@@ -62,6 +62,7 @@ def assert_near(ours, wanted, tolerance=1e-5):
     ],
 )
 def test_equals_the_scan(rows, num_words, tied):
+    """The kernel's loss and gradients are those of the scan."""
     case = make_case(rows, 24, num_words, tied=tied)
     ours = both(*case, config=settings(tied=tied, backend="pallas_tpu", tile=(16, 128)))
     assert_near(ours, both(*case, config=settings(tied=tied, backend="scan", tile=(1024, 1024))))

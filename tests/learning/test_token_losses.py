@@ -151,6 +151,7 @@ def test_a_loss_of_another_shape_is_refused_before_training(tmp_path, result, sa
 
 
 def test_what_is_refused():
+    """Unknown losses and weights are named."""
     with pytest.raises(ValueError, match="it must be one of ppo, cispo, sapo, or name a function of yours"):
         changed("learning.loss", "pppo")
     with pytest.raises(ValueError, match="learning.importance is 'mask', but learning.truncated_is_cap is None"):

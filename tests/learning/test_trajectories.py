@@ -51,6 +51,7 @@ def test_tokens_of_the_environment_are_inputs_only():
 
 
 def test_packed_trajectories():
+    """Trajectories share a row with other responses, each behind its own prompt."""
     examples = [
         Example(np.array([5, 6], np.int32), trajectory()),
         SHORT,

@@ -241,6 +241,7 @@ def test_pools_of_some_of_the_prompts():
 
 
 def test_one_program_each():
+    """Any number of prompts is estimated and learned without another program."""
     head, pools = value_head(), separable(12)[0]
     for count in (12, 7, 10):  # of prompts, in chunks of three
         head.estimate(PARAMS, prompts(12)[:count])

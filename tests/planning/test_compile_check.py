@@ -60,6 +60,7 @@ def standard_promotion():
 
 
 def test_published_sizes():
+    """Models have the numbers of weights that were published."""
     assert {name: from_hf(sizes).num_parameters for name, sizes in PUBLISHED.items()} == PARAMETERS
 
 
@@ -333,6 +334,7 @@ SMEM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Allocation (size=1064960)
     ids=["fits", "just fits", "too big beside the learner", "HBM", "another memory"],
 )
 def test_compile_program(outcome, peak, over, fits):
+    """A program fits or not, by how many bytes, and with its bound of time."""
     result = compilation.compile_program(program_that(outcome), CHIPS["v5e"])
     assert result.fits is fits
     assert result.hbm_limit_bytes == 15.75 * GIB and result.hbm_beside_bytes == 2 * GIB
@@ -371,6 +373,7 @@ def test_an_error_of_another_kind_is_no_lack_of_memory():
     ids=str,
 )
 def test_bad_input(capsys, monkeypatch, arguments, parts):
+    """A wrong argument is named, with what is allowed."""
     standins.without_packages(monkeypatch, "libtpu")
     keys = {"path": "model.path", "attention": "sampling.attention", "slots": "sampling.slots"}
     config = tiny(**{keys[name]: value for name, value in arguments.items() if name in keys})

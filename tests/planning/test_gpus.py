@@ -28,6 +28,7 @@ def test_three_quarters_of_the_memory_are_a_programs():
     [("h100:2x4", "write the GPUs of one host, such as h100:8"), ("a100:0", "'a100:0'"), ("h100:8", "needs its comp")],
 )
 def test_bad_topologies(topology, message, monkeypatch):
+    """A wrong topology, or a compiler that is missing, is named."""
     standins.without_packages(monkeypatch, *gpus.PLUGINS)
     with pytest.raises(ValueError, match=message):
         topology_devices(topology)

@@ -36,6 +36,7 @@ LAYOUT = BatchLayout(
 
 
 def test_token_bytes():
+    """Bytes of a cached token, with the padding and the scales of each kind."""
     assert kv_token_bytes(TIED, "bfloat16") == 16  # 2 (keys and values) * 2 layers * 1 head * 2 columns * 2 B
     assert kv_token_bytes(TIED, "bfloat16", "pallas_tpu") == 2 * 2 * 1 * 128 * 2
     assert kv_token_bytes(TIED, "float32", "pallas_tpu") == 2 * 2 * 1 * 128 * 4
@@ -48,6 +49,7 @@ def test_token_bytes():
 # Beside them a layer has 8 biases and two norms of 4, and there is a last norm of 4: 316 weights, 356 where untied.
 @pytest.mark.parametrize("architecture, weights", [(TIED, 316), (UNTIED, 356)])
 def test_decode_step(architecture, weights):
+    """Operations and bytes of a decode step, on one device and two."""
     assert architecture.num_parameters == weights
     flops = 3 * (2 * (2 * 120 + 40) + 4 * 5 * 4 * 2)  # slots; matrices; 5 tokens, 4 columns of queries, 2 layers
     bytes_ = 316 * 2 + 3 * 5 * 16  # weights (an untied embedding is looked up, not read), the tokens of three slots
@@ -58,6 +60,7 @@ def test_decode_step(architecture, weights):
 
 
 def test_prefill_chunk():
+    """Operations and bytes of a chunk of prompts."""
     flops = 8 * (2 * 2 * 120 + 4 * 4 * 4 * 2)  # 8 tokens, each of which meets 4
     bytes_ = 2 * 120 * 2 + 8 * 16  # no head, no embedding
     assert roofline.prefill_chunk(TIED, OPTIONS, 1, 4) == ProgramCost(flops, bytes_) == ProgramCost(4864, 608)
@@ -130,6 +133,7 @@ def test_no_device_repeats_the_work_of_another(rank):
 
 
 def test_roofline():
+    """The slower of bandwidth and compute bounds the time."""
     chip = Chip(hbm_bytes=1, bandwidth=10.0, flops=100.0)
     assert roofline.roofline(ProgramCost(flops=100, bytes=20), chip) == (2.0, "bandwidth")
     assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip) == (3.0, "compute")
@@ -181,6 +185,7 @@ def test_rings_leave_more_room():
 
 
 def test_phases():
+    """Seconds of each phase of an iteration, by hand."""
     config = tiny(**{
         "collection.prompts_per_iteration": 64, "learning.prompts_per_update": 32, "mesh.fsdp": 2,
     })  # fmt: skip
@@ -222,6 +227,7 @@ def deployed(config, options=OPTIONS) -> Deployment:
 
 
 def test_remedies():
+    """A program that does not fit has settings with which it would."""
     config = resolve(load(CONFIGS / "qwen_1p5b.py").get_config())
     assert plan.remedies(deployed(config), RESULTS, GIB) == []
     too_big = [*RESULTS[:2], result("update", 7, 4)]

@@ -106,6 +106,7 @@ def test_offsets_beyond_32_bits_are_refused(without_a_gpu):
     ],
 )  # fmt: skip
 def test_refusals(capability, dtype, head_dim, packed, reason):
+    """A refusal names what the kernel can not compute."""
     assert refusal(capability, dtype, head_dim, packed=packed) == reason
 
 

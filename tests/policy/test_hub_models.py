@@ -150,6 +150,7 @@ def test_a_model_is_fetched_once(tmp_path, hub):
     ],
 )
 def test_names(path, name):
+    """A name of the hub is told from a folder."""
     assert hub_models.is_name(path) is name
 
 

@@ -117,6 +117,8 @@ def test_targets_are_those_of_the_configuration_and_of_hugging_face():
 
 
 def test_settings():
+    """Settings become rank, scale and targets of adapters."""
+
     def made(**settings):
         return lora.make(LoraConfig(alpha=32.0, **settings))
 
@@ -140,6 +142,7 @@ def test_shapes_follow_the_weights():
 
 
 def test_initial_values():
+    """Adapters begin as no change: one factor is random, the other 0."""
     architecture = example()[0]
     wide = lora.Lora(64, 1.0, tuple(lora.TARGETS))
     flat = transformer.flatten(lora.init(architecture, wide, jax.random.key(0)))

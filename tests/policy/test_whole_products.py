@@ -23,6 +23,7 @@ def products(text):
 
 @pytest.mark.parametrize("attention", ["jnp", "invariant"])
 def test_of_decoding(attention):
+    """All products of the decode window are of the highest precision."""
     options = dataclasses.replace(tiny.OPTIONS, pages=14, attention=attention)
     engine = Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh())
     found = products(engine.programs()["decode window"]().as_text())

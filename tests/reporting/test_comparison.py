@@ -15,6 +15,7 @@ def runs(tmp_path):
 
 
 def test_table(tmp_path, runs):
+    """The table compares averages, updates and tokens of runs."""
     late = make_run(tmp_path / "late", tokens=[10_000, 20_000], averages={1: 0.3})
     assert compare([load(workdir) for workdir in (*runs, late)], "heldout").text().splitlines() == [
         "heldout avg@16 after      0      1      2  updates  zero-signal 1-25  tokens  tokens/update",

@@ -136,6 +136,7 @@ def test_accuracy_by_initial_difficulty(tmp_path):
 
 
 def test_where_time_goes(tmp_path):
+    """Bars have the time of each phase of an iteration."""
     timed = history(
         tmp_path / "run", 3,
         **{"time/collect_s": [50, 6, 6], "time/reshard_s": [9, 2, 2], "time/host_between_windows_s": [1, 1, 1],

@@ -17,6 +17,7 @@ def test_smooth():
 
 
 def test_load(tmp_path):
+    """A history has updates, tokens, metrics and evaluations of a run."""
     history = history_lib.load(make_run(tmp_path / "run", [100, 50, 150], {0: 0.2, 3: 0.6}, updates_per_iteration=2))
     assert history.name == "run" and history.samples == 16
     np.testing.assert_array_equal(history.updates, [2, 4, 6])
@@ -71,6 +72,7 @@ def test_a_key_that_some_lines_lack_is_not_lost(tmp_path):
 
 
 def test_pass_curves(tmp_path):
+    """Curves over numbers of draws are those of the evaluations."""
     workdir = make_run(tmp_path / "run", [100, 100], {0: 0.2}, updates_per_iteration=3)
     result = {"evaluation/math500/pass_at_1": 0.5, "evaluation/math500/pass_at_16": 0.9}
     together = {"iteration": 2, "evaluation/math500/all_correct_at_2": 0.25, **result}

@@ -163,6 +163,7 @@ def test_figures_leave_out_what_the_page_draws_from_the_metrics(tmp_path):
     [(3, 5, [0, 1, 2]), (3, 3, [0, 1, 2]), (5, 3, [0, 2, 4]), (100, 2, [0, 99]), (100, 1, [99]), (1, 1, [0])],
 )
 def test_evenly_spaced(count, most, places):
+    """Samples that are shown are as far apart as possible."""
     assert samples.evenly_spaced(count, most) == places
 
 

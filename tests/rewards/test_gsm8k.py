@@ -33,10 +33,12 @@ FINAL = [
 
 @pytest.mark.parametrize(("response", "number"), FINAL)
 def test_final_number(response, number):
+    """The final number of a response is found."""
     assert final_number(response) == number
 
 
 def test_grade_is_exact():
+    """Numbers are compared exactly."""
     assert grade("#### 72.00", "72") == Verdict(True, 1.0)
     assert grade(r"\boxed{1450}", "1,450") == Verdict(True, 1.0)
     assert grade("It is 72.5", "72") == Verdict(False, 0.0)

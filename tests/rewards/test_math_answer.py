@@ -41,6 +41,7 @@ BOXES = [
 
 @pytest.mark.parametrize(("text", "content"), BOXES)
 def test_last_boxed(text, content):
+    """The content of the last box is found."""
     assert last_boxed(text) == content
 
 
@@ -96,6 +97,7 @@ COMPARED = [
 
 @pytest.mark.parametrize(("answer", "boxed", "equal"), COMPARED)
 def test_comparison(answer, boxed, equal):
+    """Equal mathematics is right however it is written."""
     assert grade(rf"So it is $\boxed{{{boxed}}}$.", answer) == Verdict(equal, float(equal))
 
 
@@ -302,6 +304,7 @@ def test_only_the_last_box_counts():
 
 
 def test_reasons():
+    """A response without a verdict has a reason."""
     assert grade("the answer is 1", "1") == Verdict(False, 0.0, "no_answer")
     assert grade(r"\boxed{ }", "1") == Verdict(False, 0.0, "no_answer")
     assert grade(r"\boxed{%s}" % ("1" * (MAX_BOXED_LENGTH + 1)), "1") == Verdict(False, 0.0, "too_long")

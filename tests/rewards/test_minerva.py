@@ -38,6 +38,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("text", "value"), NUMBERS)
 def test_number(text, value):
+    """A text with a number, an exponent or a unit is that number."""
     assert number(text) == (None if value is None else pytest.approx(value, rel=1e-12))
 
 
@@ -52,6 +53,7 @@ def test_close_is_one_per_cent_of_the_mean():
 
 
 def test_grade():
+    """Numbers are compared to one per cent, other answers as mathematics."""
     assert grade(r"\boxed{2.2 \times 10^{-3} \text{ m}}", "2.197e-3") == Verdict(True, 1.0)
     assert grade(r"\boxed{2.3 \times 10^{-3}}", "2.197e-3") == Verdict(False, 0.0)
     # Math-Verify alone reads e as Euler's number, and rounds to six places.

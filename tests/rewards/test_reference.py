@@ -65,6 +65,7 @@ def test_minerva_on_record(cases):
     ],
 )
 def test_two_thirds(response, training, evaluation, ours):
+    """The published graders and ours differ in digits and boxes."""
     answer = r"\frac{2}{3}"
     assert reference.grade(response, answer).reward == training
     assert reference.grade_evaluation(response, answer).reward == evaluation
@@ -78,6 +79,7 @@ def test_four_digits_of_a_root_are_right_for_ours_only(response, answer):
 
 
 def test_reasons():
+    """A response without a verdict has a reason."""
     assert reference.grade("it is 5", "5") == Verdict(False, 0.0, "no_answer")
     assert reference.grade(r"\boxed{ }", "5") == Verdict(False, 0.0, "no_answer")
     assert reference.grade(r"\boxed{%s}" % ("5" * 5000), "5") == Verdict(False, 0.0, "too_long")
@@ -113,6 +115,7 @@ def test_minerva_tolerance():
     ],
 )
 def test_number_words(text, digits):
+    """Words of numbers become digits as in the published package."""
     assert to_digits(text) == digits
 
 

@@ -149,6 +149,7 @@ def test_a_call_may_ask_for_another_grader():
 
 
 def test_order_is_kept(pool):
+    """Verdicts come in the order of the pairs, also around failures."""
     pairs = [(str(i % 7), str(i % 3)) for i in range(200)]
     pairs[10] = pairs[60] = ("exit", "x")
     pairs[30] = ("loop", "x")
@@ -218,6 +219,7 @@ def test_workers_killed_at_random_change_no_verdict(kills):
 
 
 def test_workers_persist(pool):
+    """Workers grade many pairs each."""
     first = {verdict.reason for verdict in pool.grade_all([("pid", "")] * 20)}
     again = {verdict.reason for verdict in pool.grade_all([("pid", "")] * 20)}
     assert len(first | again) <= 2
@@ -393,6 +395,7 @@ def test_grade_functions_that_cannot_travel():
 
 
 def test_arguments_are_checked():
+    """Wrong numbers of workers and limits are refused."""
     with pytest.raises(ValueError, match="workers is -1"):
         VerifierPool(graders.obedient, workers=-1, time_limit_s=1.0)
     for limit in (0.0, float("nan"), float("inf")):

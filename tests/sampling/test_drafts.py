@@ -43,6 +43,7 @@ def guess(text, prompt, response, num_drafts=3, room=8):
     ],
 )
 def test_guesses(text, prompt, response, expected):
+    """Guesses are what follows the same tokens earlier in the text."""
     assert guess(text, prompt, response) == expected
 
 

@@ -90,6 +90,7 @@ def test_the_fewest_pages_are_those_of_the_scarce_engine():
 
 
 def test_buckets():
+    """Rows have lengths of powers of two, as many as the longest needs."""
     assert [buckets(longest) for longest in (1, 16, 17, 64)] == [[16], [16], [16, 32], [16, 32, 64]]
 
 

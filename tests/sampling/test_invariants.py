@@ -89,6 +89,7 @@ def run_seeds(seeds: Iterable[int]) -> tuple[int, int, int, int]:
 
 
 def test_random_streams():
+    """Random streams on random engines are answered, each under its own address."""
     streams, responses, redone, shared = run_seeds(range(30))
     assert streams >= 50 and responses > 800 and redone > 40 and shared > 40
 

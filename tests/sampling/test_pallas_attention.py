@@ -127,6 +127,7 @@ def test_equals_the_jnp_backend(backend, rubbish, sizes):
 
 @pytest.mark.parametrize("backend", FUNCTIONS)
 def test_in_bfloat16(backend):
+    """Kernels in bfloat16 agree with the jnp backend, to rounding."""
     case = make_case(16, 128, 12, 2, 1e4)
     np.testing.assert_allclose(run(backend, case, jnp.bfloat16), expected(case, jnp.bfloat16), atol=2e-2, rtol=0)
 
@@ -136,6 +137,7 @@ def test_in_bfloat16(backend):
 )
 @pytest.mark.parametrize("backend", FUNCTIONS)
 def test_pages_in_int8(backend, sizes, monkeypatch):
+    """Kernels read pages in int8 with their scales."""
     *sizes, axes = sizes
     standins.constants(monkeypatch, pallas_attention, TPU_BLOCK_TOKENS=2 * sizes[0])  # two blocks of two pages
     query, *pools, lengths, table = make_case(*sizes, 1e4)
@@ -243,6 +245,7 @@ def test_large_scores_stay_finite():
     ],
 )
 def test_padded_head_dim(backend, sizes):
+    """Head dims are padded to what the kernel reads."""
     assert {size: padded_head_dim(size, backend) for size in sizes} == sizes
 
 
@@ -257,6 +260,7 @@ def test_padded_head_dim(backend, sizes):
     ],
 )
 def test_tpu_blocks(width, page_size, blocks, pages):
+    """Blocks cover all pages of a table."""
     assert tpu_blocks(width, page_size) == (blocks, pages)
 
 

@@ -104,6 +104,7 @@ def test_wider_and_longer_pages_and_windows_of_a_step_change_nothing(monkeypatch
 
 
 def test_the_comparison_itself(monkeypatch):
+    """A changed token is noticed, unless two scores are all but equal."""
     address = ("p5", 0)
     changed = dict(tiny.drawn())
     tokens = changed[address].tokens.copy()
@@ -223,6 +224,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_rounds():
 
 
 def test_counts():
+    """Tokens, steps and windows of a session are counted."""
     rollouts = tiny.rollouts()
     samples = tiny.draw(rollouts)
     counts = rollouts.counts

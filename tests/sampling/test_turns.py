@@ -63,6 +63,7 @@ def run_seeds(seeds) -> np.ndarray:
 
 
 def test_random_trajectories():
+    """Random trajectories go on from what their pages hold."""
     turns, _, continued, prefilled = run_seeds(range(8))
     assert turns > 500 and continued > 1_000 and prefilled > 1_000
 

@@ -276,6 +276,7 @@ def test_a_stop_cuts_exactly_and_ends_the_slot(server):
 
 
 def test_chat(server):
+    """A chat is answered whole and in a stream, with log-probabilities."""
     client, _ = server
     messages = [{"role": "developer", "content": "рС"}, {"role": "user", "content": [{"type": "text", "text": "У"}]}]
     body = {"model": "endless", "messages": messages, "temperature": 0, "max_completion_tokens": 20}
@@ -511,6 +512,7 @@ def test_two_hundred_clients_lose_nothing(server):
 
 
 def test_metrics_and_health(server):
+    """Counts of requests and tokens can be read."""
     client, _ = server
     assert client.get("/health").json() == {"status": "ok"}
 
@@ -528,6 +530,7 @@ def test_metrics_and_health(server):
 
 
 def test_the_official_client(server):
+    """The code of the document runs with the official client."""
     openai = pytest.importorskip("openai")
     client, _ = server
     with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="x") as asking:

@@ -185,6 +185,7 @@ def test_top_tokens_of_a_chat_are_scored_without_its_prompt():
     ],
 )
 def test_calls_of_tools(text, content, calls):
+    """Calls of known tools are read from the text, and the rest is content."""
     assert parse_calls(text, {"add"}) == (
         text if content is None else content,
         [tool_calls.Call(*call) for call in calls],

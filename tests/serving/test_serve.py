@@ -436,6 +436,7 @@ def test_without_jetstream_the_remedy_is_named(monkeypatch, capsys):
     ("flags", "part"), [(["--model=none", "--slots=0"], "--slots is 0"), (["--port=9"], "--model must have a value")]
 )
 def test_flags(flags, part):
+    """A wrong flag ends the command in one screen."""
     result = forked.run(["-m", "reinforce_ada_jax.serve", *flags], environment())
     assert (result.returncode, result.stdout) == (cli.BAD_INPUT, "")
     assert result.stderr.startswith("error: ") and part in result.stderr and len(result.stderr.splitlines()) < 15

@@ -360,6 +360,7 @@ def test_processes_agree_on_what_there_is(copied, learner, monkeypatch, late):
 
 
 def test_which_ones_stay(tmp_path, state):
+    """The newest, the best and each n-th checkpoint stay."""
     checkpoints = Checkpoints(tmp_path, keep=2, keep_best=1, keep_every=4)
     for iteration, evaluation in enumerate([0.1, 0.9, None, 0.3, 0.5, None, 0.2], start=1):
         checkpoints.save(iteration, state, {"iteration": iteration}, evaluation)

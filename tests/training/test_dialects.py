@@ -63,6 +63,7 @@ def train(folder, names):
 
 @pytest.mark.slow
 def test_one_iteration(tmp_path):
+    """A run trains on files of other programs, and grades all responses."""
     metrics = train(tmp_path, FILES)
     assert len(metrics) == len(FILES)
     for name, line in zip(FILES, metrics, strict=True):

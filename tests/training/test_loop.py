@@ -279,6 +279,7 @@ def test_the_first_interrupt_waits_and_the_second_does_not():
 
 
 def test_what_is_due():
+    """Work is due every n-th iteration, and after the last."""
     assert [loop.is_due(4, iteration, 10) for iteration in (0, 3, 4, 8, 9, 10)] == [
         True,
         False,

@@ -365,6 +365,7 @@ def test_without_its_checkpoints_a_run_says_that_it_begins_again(start, tmp_path
 
 @pytest.mark.slow  # test_draw_ahead.py has such a run that goes on, and the runs above resume
 def test_more_iterations(unbroken, tmp_path, capsys):
+    """A finished run goes on with a larger number of iterations."""
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     train.main(config_lib.replaced(saved_config(workdir), {"iterations": ITERATIONS + 2}), workdir)
     assert f"resuming after iteration {ITERATIONS}\n" in capsys.readouterr().out
@@ -515,6 +516,7 @@ def test_export_is_the_checkpoint(unbroken, exported, tmp_path, capsys):
     ],
 )
 def test_export_refuses(unbroken, exported, capsys, iteration, name, message):
+    """A checkpoint that is not there, and a folder in use, are refused."""
     with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
         export.main(unbroken[0], iteration, exported.with_name(name))
     assert message in capsys.readouterr().err
