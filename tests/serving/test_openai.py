@@ -555,13 +555,13 @@ def test_the_command_answers_early_and_ends_with_a_signal():
     options += ["--grace_s=1", "--waiting=6000"]
     process = Forked(command + options, environment())
     try:
-        wait_until(lambda: process.said().count("\n") >= 2)
-        model, serving = process.said().splitlines()[:2]
-        assert model.startswith("model       cipher: ")
+        wait_until(lambda: process.said().count("\n") >= 3)
+        model, memory, serving = process.said().splitlines()[:3]
+        assert model.startswith("model       cipher: ") and memory.startswith("memory      cache ")
         address = serving.split()[1].rstrip(",")
         wait_until(lambda: _status(address) == 503)
-        wait_until(lambda: process.said().count("\n") >= 3)
-        assert process.said().splitlines()[2].startswith("ready") and _status(address) == 200
+        wait_until(lambda: process.said().count("\n") >= 4)
+        assert process.said().splitlines()[3].startswith("ready") and _status(address) == 200
         # Five thousand responses, which take longer than --grace_s: the stream ends in order, with an error.
         body = {"model": "cipher", "prompt": [PROMPT] * 5, "n": 1000, "stream": True}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
@@ -574,7 +574,7 @@ def test_the_command_answers_early_and_ends_with_a_signal():
         assert process.wait(30) == 0
         out, err = process.communicate()
         stopping = "stopping    1 s are left for requests not yet answered: 1"
-        assert out.splitlines()[3:] == [stopping, "stopped"] and "Traceback" not in err and "Exception" not in err, err
+        assert out.splitlines()[4:] == [stopping, "stopped"] and "Traceback" not in err and "Exception" not in err, err
     finally:
         process.kill()
 
