@@ -118,8 +118,8 @@ def test_a_model_that_draws_nan_stops_the_run(tmp_path, monkeypatch):
     # All rewards are 0 and no response has an advantage: no update would meet a number that is not finite.
     original = components_lib.load_params
 
-    def poisoned(*arguments):
-        return jax.tree.map(lambda weight: weight * jnp.nan, original(*arguments))
+    def poisoned(*arguments, **options):
+        return jax.tree.map(lambda weight: weight * jnp.nan, original(*arguments, **options))
 
     monkeypatch.setattr(components_lib, "load_params", poisoned)
     compiles_nothing_early(monkeypatch)
