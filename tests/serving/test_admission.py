@@ -24,9 +24,9 @@ class AtOnce(type(make()[1])):
 
 
 @contextlib.asynccontextmanager
-async def serving():
+async def serving(**limits):
     """(servicer, channel) of a real server on loopback."""
-    servicer, _ = make()
+    servicer, _ = make(**limits)
     servicer._driver = AtOnce()
     server, port = servicer_lib.make_server("127.0.0.1:0", 8)
     servicer.add_to(server)
@@ -59,7 +59,7 @@ async def is_live(channel) -> bool:
 
 def test_calls_whose_requests_never_arrive_end_and_keep_no_health_check_out():
     async def run():
-        async with serving() as (servicer, channel):
+        async with serving(request_s=5.0) as (servicer, channel):  # all are open before the first one ends
             request = text_request().SerializeToString()
             assert await ask(channel, request) == grpc.StatusCode.OK
             silent = [channel.stream_stream(f"{METHOD}Decode")() for _ in range(134)]
