@@ -116,8 +116,7 @@ class CollectionQueue:
         """Returns the tokens so far of what runs, by prompt id; nothing changes, so the sampler goes on."""
         found: dict[str, list[Response]] = {}
         for response in self.running():
-            request = self._following.get(response.prompt_id)
-            whole = response if request is None or request.begun is None else joined(request.begun, response)
+            whole = self._with_begun(response)
             found.setdefault(whole.prompt_id, []).append(whole)
         return found
 
@@ -155,12 +154,16 @@ class CollectionQueue:
         self._advance(self._verification.submit(sorted(complete, key=lambda rollouts: rollouts.index)))
 
     def _whole(self, response: Response) -> Response:
+        """Returns `_with_begun` of a response that has ended; the prompt that it went on from is closed."""
+        whole = self._with_begun(response)
+        if self._following.pop(response.prompt_id, None) is not None:
+            self._newly_closed.append(response.prompt_id)
+        return whole
+
+    def _with_begun(self, response: Response) -> Response:
         """Returns a response with the tokens that it had when it was requested, if it had any."""
-        request = self._following.pop(response.prompt_id, None)
-        if request is None or request.begun is None:
-            return response
-        self._newly_closed.append(response.prompt_id)
-        return joined(request.begun, response)
+        request = self._following.get(response.prompt_id)
+        return response if request is None or request.begun is None else joined(request.begun, response)
 
     def finish(self) -> None:
         """Reads the remaining verdicts; RuntimeError if a requested response did not come."""

@@ -4,7 +4,6 @@ The command uses `stored_evaluation`, which keeps every response.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -169,17 +168,16 @@ class Evaluator:
     ) -> DrawFn:
         """Returns the function that draws and grades problems of a benchmark, on the devices of this process."""
         config, components = run.config, run.components
-        bound = fixed_draws.from_policy(
+        collect_fn, verify_fn = fixed_draws.collector(
             weights, rollouts, config.evaluation, streams(self.benchmarks, iteration)[benchmark], config, components,
             verify_fns(components, run.verifiers, config)[benchmark],
-        ).keywords  # fmt: skip
-        collect_fn = functools.partial(bound["collect_fn"], verify_fn=bound["verify_fn"])
+        )  # fmt: skip
 
         def on_progress(closed: int, drawn: int) -> None:
             stop.check(f"evaluating {benchmark}: {closed} problems, {drawn:,} responses")
 
         def draw(job: Job) -> tuple[list[Pool], Counts]:
-            return collect_fn(job.prompts, config=job.strategy, on_progress=on_progress), Counts()
+            return collect_fn(job.prompts, verify_fn=verify_fn, config=job.strategy, on_progress=on_progress), Counts()
 
         return draw
 

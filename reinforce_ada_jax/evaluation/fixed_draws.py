@@ -172,22 +172,40 @@ def from_policy(
     config: Config,
     components: Components,
     verify_fn: VerifyFn,
-) -> functools.partial[GradedResponses]:
-    """Returns `draw` bound to a policy; its arguments prompts, samples, store and on_progress remain.
+) -> Callable[..., GradedResponses]:
+    """Returns `draw` bound to a policy, as `collector` binds `collect`.
+
+    Its arguments prompts, samples, store and on_progress remain.
+    """
+    collect_fn, verify_fn = collector(params, rollouts, settings, stream, config, components, verify_fn)
+    return functools.partial(
+        draw,
+        collect_fn=collect_fn,
+        verify_fn=verify_fn,
+        slots=rollouts.engine.options.slots * rollouts.engine.replicas * processes.count(),
+        decode=components.tokenizer.decode,
+    )
+
+
+def collector(
+    params: Params,
+    rollouts: Rollouts,
+    settings: SamplingConfig | EvaluationConfig,
+    stream: int,
+    config: Config,
+    components: Components,
+    verify_fn: VerifyFn,
+) -> tuple[Callable[..., list[Pool]], VerifyFn]:
+    """Returns `collect` bound to a policy, and the function that grades.
 
     `settings` is the section with temperature, top_k, top_p and the length limit; `stream` the first word of the
     addresses of all samples. Where responses are trajectories, their environment grades, and not `verify_fn`.
     """
-    engine, turns = rollouts.engine, components.trajectories(config, stream, settings.max_response_tokens)
-    return functools.partial(
-        draw,
-        collect_fn=functools.partial(
-            collect,
-            sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, settings, turns)),
-            options=CollectOptions(deterministic=components_lib.deterministic(config)),
-            turns=turns,
-        ),
-        verify_fn=verify_fn if turns is None else turns.verdicts,
-        slots=engine.options.slots * engine.replicas * processes.count(),
-        decode=components.tokenizer.decode,
+    turns = components.trajectories(config, stream, settings.max_response_tokens)
+    collect_fn = functools.partial(
+        collect,
+        sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, settings, turns)),
+        options=CollectOptions(deterministic=components_lib.deterministic(config)),
+        turns=turns,
     )
+    return collect_fn, verify_fn if turns is None else turns.verdicts
