@@ -43,9 +43,10 @@ def longest_turn(config: Config) -> int:
 def begun_tokens(config: Config) -> int:
     """Returns the most tokens of a response that goes on where it was cut, or broken off; 0 if none does.
 
-    Without `collection.overlap` = in_flight these are responses that ran when the run was told to end. Each prompt row of
-    an engine then has room for these tokens. So short responses are drawn again. Long ones are drawn again, too, where
-    `sampling.pages` has no room for such a prompt, and in an environment, whose unfinished trajectories can't go on.
+    Without `collection.overlap` = in_flight these are responses that ran when the run was told to end. Each prompt row
+    of an engine then has room for these tokens. So short responses are drawn again. Long ones are drawn again, too,
+    where `sampling.pages` has no room for such a prompt, and in an environment, whose unfinished trajectories can't go
+    on.
     """
     sampling, most = config.sampling, config.sampling.max_response_tokens - 1
     if config.collection.overlap == "in_flight":
