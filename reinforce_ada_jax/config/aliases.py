@@ -66,7 +66,11 @@ ALIASES = {
     "scale_rewards": Alias(
         "TRL", ("collection.normalize_by_std",), _DEVIATION, _YES_NO | {"group": "True", "none": "False"}
     ),
-    "learning_rate": Alias("TRL", ("learning.learning_rate",), "Constant after the warm-up, without decay."),
+    "learning_rate": Alias("TRL", ("learning.learning_rate",), "Without lr_scheduler_type it is constant."),
+    "lr_scheduler_type": Alias(
+        "TRL", ("learning.schedule",), "The default of TRL is linear.",
+        {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"},
+    ),
     "warmup_steps": Alias("TRL", ("learning.warmup_updates",)),
     "weight_decay": Alias("TRL", ("learning.weight_decay",)),
     "max_grad_norm": Alias("TRL", ("learning.clip_norm",)),
@@ -117,6 +121,7 @@ ALIASES = {
     ),
     "actor.entropy_coeff": Alias("verl", ("learning.entropy_coefficient",)),
     "actor.optim.lr": Alias("verl", ("learning.learning_rate",)),
+    "actor.optim.lr_scheduler_type": Alias("verl", ("learning.schedule",)),
     "model.lora_rank": Alias("verl", ("lora.rank",)),
     "model.lora_alpha": Alias("verl", ("lora.alpha",)),
     "algorithm.norm_adv_by_std_in_grpo": Alias("verl", ("collection.normalize_by_std",), _DEVIATION, _YES_NO),

@@ -366,6 +366,11 @@ class LearningConfig:
         '"dots" on CPUs, "full" elsewhere.', one_of(("auto", "full", "dots")),
     )  # fmt: skip
     learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", values.RATE)
+    schedule: str = setting(
+        "auto", 'Learning rate after the warm-up: "constant", or to 0 at the last planned update as a line ("linear") '
+        'or half a cosine ("cosine"); auto: "cosine" in sft, otherwise "constant". A run that goes on with more '
+        "iterations falls more slowly.", one_of(("auto", "constant", "linear", "cosine")),
+    )  # fmt: skip
     warmup_updates: int = setting(10, "Updates of the linear warm-up.", values.NOT_NEGATIVE)
     b1: float = setting(0.9, "AdamW: decay of the first moment.", values.BELOW_1)
     b2: float = setting(0.999, "AdamW: decay of the second moment.", values.BELOW_1)
@@ -416,10 +421,6 @@ class SftConfig:
     """Supervised training before reinforcement learning, by the command sft (docs/how_to/sft.md)."""
 
     epochs: int = setting(1, "Passes over the rows of data.prompts.", values.AT_LEAST_1)
-    schedule: str = setting(
-        "cosine", 'Learning rate after the warm-up: "cosine" to 0 at the last update, or "constant".',
-        one_of(("cosine", "constant")),
-    )  # fmt: skip
     validation: str = setting(
         "", "Source of held-out rows, as data.prompts, whose loss is computed every evaluation.every updates; empty: "
         "none.",
@@ -562,6 +563,11 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the run, if none is skipped."""
+        return self.iterations * self.collection.prompts_per_iteration // self.learning.prompts_per_update
 
     @property
     def row_tokens(self) -> int:

@@ -116,8 +116,8 @@ def loss_config(config: Config) -> LossConfig:
 class Learner:
     """The compiled programs of one run: `init`, `score`, `update`."""
 
-    def __init__(self, architecture: Architecture, config: Config, mesh: Mesh, *, decay_updates: int = 0):
-        """Makes the programs; nothing is compiled. `decay_updates` is that of `optimizer.make_schedule`."""
+    def __init__(self, architecture: Architecture, config: Config, mesh: Mesh):
+        """Makes the programs; nothing is compiled."""
         self.architecture, self.mesh = architecture, mesh
         platform = mesh.devices.flat[0].platform
         self.micro_rows = platform_lib.micro_rows_on(mesh, config, architecture)
@@ -130,7 +130,7 @@ class Learner:
         platform_lib.check_parts(self.platform, mesh, config)
         self._loss_config = loss_config(config)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
-        self._optimizer = make_optimizer(config.learning, decay_updates)
+        self._optimizer = make_optimizer(config.learning, config.num_updates)
         self._temperature = config.sampling.temperature
         self._logprobs = functools.partial(
             response_logprobs,

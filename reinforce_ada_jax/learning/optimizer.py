@@ -30,19 +30,23 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
     return schedule
 
 
-def make_schedule(learning: LearningConfig, decay_updates: int = 0) -> optax.Schedule:
-    """Returns the learning rate of each update: that of `warmup_schedule`; with `decay_updates` U it falls to 0 at U.
+def make_schedule(learning: LearningConfig, num_updates: int) -> optax.Schedule:
+    """Returns the learning rate of each update: that of `warmup_schedule`, which `learning.schedule` may let fall to 0.
 
-    It is multiplied by (1 + cos(pi x)) / 2, with x from 0 after the warm-up to 1 at U.
+    It is then multiplied by 1 - x ("linear") or (1 + cos(pi x)) / 2 ("cosine"). x rises from 0 at the end of the warm-up to
+    1 at update `num_updates`, which is behind the last one.
     """
     warmup_updates = learning.warmup_updates
     warmup = warmup_schedule(learning.learning_rate, warmup_updates)
+    if learning.schedule not in ("linear", "cosine"):
+        return warmup
 
     def schedule(update):
-        done = jax.numpy.clip((update - warmup_updates) / max(1, decay_updates - warmup_updates), 0.0, 1.0)
-        return warmup(update) * (1 + jax.numpy.cos(jax.numpy.pi * done)) / 2
+        done = jax.numpy.clip((update - warmup_updates) / max(1, num_updates - warmup_updates), 0.0, 1.0)
+        left = 1 - done if learning.schedule == "linear" else (1 + jax.numpy.cos(jax.numpy.pi * done)) / 2
+        return warmup(update) * left
 
-    return schedule if decay_updates else warmup
+    return schedule
 
 
 def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -70,9 +74,9 @@ def adamw(settings: LearningConfig | AdamParams, learning_rate: Any, clip_norm: 
     ))  # fmt: skip
 
 
-def make_optimizer(learning: LearningConfig, decay_updates: int = 0) -> optax.GradientTransformation:
-    """Returns the optimiser that the `learning` section describes; `decay_updates` is that of `make_schedule`."""
-    return adamw(learning, make_schedule(learning, decay_updates), learning.clip_norm)
+def make_optimizer(learning: LearningConfig, num_updates: int) -> optax.GradientTransformation:
+    """Returns the optimiser that the `learning` section describes, for a run of `num_updates` updates."""
+    return adamw(learning, make_schedule(learning, num_updates), learning.clip_norm)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh):

@@ -67,16 +67,16 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
             f"{config.data.prompts} has {len(training):,} rows, and an update takes {of_update:,}: lower "
             "learning.prompts_per_update or add rows."
         )
+    schedule = "cosine" if config.learning.schedule == "auto" else config.learning.schedule
     given, config = config, dataclasses.replace(
         config, iterations=config.sft.epochs * (len(training) // of_update),
         collection=dataclasses.replace(config.collection, group_size=1, prompts_per_iteration=of_update),
         sampling=dataclasses.replace(config.sampling, temperature=1.0),
+        learning=dataclasses.replace(config.learning, schedule=schedule),
     )  # fmt: skip
     updates_are_whole_micro_batches(config)
     prompts, held_out = ([each.prompt for each in rows] for rows in (training, validation))
-    learner = SupervisedLearner(
-        components.architecture, config, components.mesh, decay_updates=decay_updates(config)
-    )  # fmt: skip
+    learner = SupervisedLearner(components.architecture, config, components.mesh)
     return Inputs(
         config=config, given=given, components=components, prompts=prompts,
         demonstrations={each.prompt.id: each for each in training},
@@ -88,7 +88,7 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
             *summary.model_and_mesh(config, components, str(components.folder)),
             *(f"read        {line}" for line in lines),
             f"budget      {config.iterations:,} updates of {config.learning.prompts_per_update:,} rows, "
-            f"epochs: {config.sft.epochs}; learning rate {config.learning.learning_rate:g}, {config.sft.schedule}",
+            f"epochs: {config.sft.epochs}; learning rate {config.learning.learning_rate:g}, {schedule}",
             f"files       {buckets.origin(workdir)}: config.json, metrics.jsonl, checkpoints/",
         ]),
         command="sft",
@@ -114,11 +114,6 @@ def supervised_batch(run: Run, rows: Sequence[Demonstration]) -> Batch:
     return run.learner.put(batch)
 
 
-def decay_updates(config: Config) -> int:
-    """Returns the number of updates after which the learning rate is 0; 0: it doesn't decay."""
-    return config.iterations if config.sft.schedule == "cosine" else 0
-
-
 def supervised_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStopped | None]:
     """Makes one update; returns the state with its metrics, and why the run must end, or None."""
     begin, number = time.monotonic(), state.iteration + 1
@@ -135,7 +130,7 @@ def supervised_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingS
         )
         return dataclasses.replace(state, learner=learner), stopped
     check_weights(result, f"update {number}")
-    schedule = make_schedule(run.config.learning, decay_updates(run.config))
+    schedule = make_schedule(run.config.learning, run.config.num_updates)
     tokens = sum(len(row.tokens) for row in rows)
     metrics = {
         "update/loss": float(result.loss),
