@@ -33,8 +33,8 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
 def make_schedule(learning: LearningConfig, num_updates: int) -> optax.Schedule:
     """Returns the learning rate of each update: that of `warmup_schedule`, which `learning.schedule` may let fall to 0.
 
-    It is then multiplied by 1 - x ("linear") or (1 + cos(pi x)) / 2 ("cosine"). x rises from 0 at the end of the warm-up to
-    1 at update `num_updates`, which is behind the last one.
+    It is then multiplied by 1 - x ("linear") or (1 + cos(pi x)) / 2 ("cosine"). x rises from 0 at the end of the
+    warm-up to 1 at update `num_updates`, which is behind the last one.
     """
     warmup_updates = learning.warmup_updates
     warmup = warmup_schedule(learning.learning_rate, warmup_updates)

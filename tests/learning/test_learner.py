@@ -283,6 +283,28 @@ def test_a_mean_over_micro_batches_would_be_something_else():
     assert norm(subtracted(wrong, right)) > 0.5 * norm(right)
 
 
+def test_the_learning_rate_falls_over_the_updates_of_the_run():
+    """The steps of Adam without memory are the learning rate: all of it in the first of two updates, then half."""
+    of = learner_of(
+        Config(
+            iterations=2, collection=CollectionConfig(group_size=4, prompts_per_iteration=2),
+            model=ModelConfig(compute_dtype="float32"), sampling=SamplingConfig(temperature=TEMPERATURE),
+            learning=LearningConfig(
+                prompts_per_update=2, micro_batches=4, schedule="linear", learning_rate=1e-3, warmup_updates=0, b1=0.0,
+                b2=0.0, epsilon=1e-12, clip_norm=1e9,
+            ),
+        ),
+        (1, 1, 1), 0, False,
+    )  # fmt: skip
+    state, before = fresh_state(of), PARAMS
+    for rate in (1e-3, 0.5e-3):
+        state, _ = of.update(state, of.put(batch()))
+        after = jax.tree.map(np.array, state.params)
+        steps = [np.abs(leaf).max() for leaf in jax.tree.leaves(subtracted(after, before))]
+        np.testing.assert_allclose(steps, rate, rtol=1e-3)
+        before = after
+
+
 def test_score_keeps_the_rows_in_order():
     assert learner(8).score(PARAMS, learner(8).put(batch())).shape == (8, 1, 8)
     np.testing.assert_allclose(score(learner(8), batch()), score(learner(), batch()), rtol=1e-5)

@@ -37,7 +37,7 @@ def test_warmup(warmup_updates, expected):
     ],
 )
 def test_schedules(schedule, expected):
-    """Under a constant gradient the steps of Adam are the rates: a warm-up of two updates, and 0 behind the last one."""
+    """Under a constant gradient the steps of Adam are the rates: two updates of warm-up, and 0 behind the last one."""
     config = config_lib.resolve({
         "iterations": 3, "collection": {"prompts_per_iteration": 4},
         "learning": {"prompts_per_update": 2, "learning_rate": 2.0, "warmup_updates": 2, "schedule": schedule},
