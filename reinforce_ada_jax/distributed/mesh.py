@@ -252,6 +252,15 @@ def tensor_spec(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*(axis if axis == "tensor" else None for axis in spec(axes)))
 
 
+def in_layers(stacked: jax.Array, whole: NamedSharding) -> jax.Array:
+    """Returns an array [layers, ...] laid out as `whole`, inside a program that gathers one layer at a time.
+
+    Gathered at once it would first be in a temporary array of the same size, from which XLA copies it into a result.
+    """
+    of_layer = NamedSharding(whole.mesh, PartitionSpec(*whole.spec[1:]))
+    return jax.lax.map(lambda layer: jax.lax.with_sharding_constraint(layer, of_layer), stacked)
+
+
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
     """Returns the sharding of an array with these logical axes on `mesh`.
 

@@ -48,8 +48,8 @@ def shardings(architecture: Architecture, mesh: Mesh) -> Params:
 
 def gathered(architecture: Architecture, mesh: Mesh, params: Params, dtype: DTypeLike) -> Params:
     """Returns the copy of the layers' weights in `dtype`, as {"layers": ...}."""
-    copy = {"layers": jax.tree.map(lambda x: x.astype(dtype), params["layers"])}
-    return jax.lax.with_sharding_constraint(copy, shardings(architecture, mesh))
+    layers = jax.tree.map(lambda x: x.astype(dtype), params["layers"])
+    return {"layers": jax.tree.map(mesh_lib.in_layers, layers, shardings(architecture, mesh)["layers"])}
 
 
 def scattered(gradients: Params, params: Params, param_shardings: Params) -> Params:

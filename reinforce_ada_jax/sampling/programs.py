@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reinforce_ada_jax.distributed.mesh import tensor_spec, weight_sharding
+from reinforce_ada_jax.distributed.mesh import in_layers, tensor_spec, weight_sharding
 from reinforce_ada_jax.policy import lora, rounded
 from reinforce_ada_jax.policy.apart import LAYERS, Apart, apart
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -93,6 +93,21 @@ def _plain(params: Params, options: EngineOptions) -> Params:
     return nest(apart(flatten(plain))) if options.apart else plain
 
 
+def _gathered_in_layers(
+    architecture: Architecture, options: EngineOptions, shardings: Params
+) -> Callable[[Params], Params]:
+    """Returns a function that lays out decode weights, split as the learner's, as `shardings`."""
+    (mesh,) = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
+    split = learner_shardings(architecture, options, mesh)
+    stacked = _map_weights(architecture, options, lambda name, *_: name.startswith(LAYERS) and not options.apart)
+
+    def gathered(weight: jax.Array, split: NamedSharding, whole: NamedSharding, stacked: bool) -> jax.Array:
+        moves = stacked and not split.is_equivalent_to(whole, weight.ndim)
+        return in_layers(weight, whole) if moves else weight
+
+    return lambda weights: jax.tree.map(gathered, weights, split, shardings, stacked)
+
+
 def cast_adapters(adapters: Params, options: EngineOptions) -> Params:
     """Returns adapters in the type of activations, as the learner computes with them.
 
@@ -152,6 +167,11 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         result = jnp.stack([state.slots.token, active.astype(jnp.int32), state.slots.count], axis=1)
         return decode.release_slots(state, ended), result
 
+    gathered = _gathered_in_layers(architecture, options, cast_shardings)
+
+    def cast_weights(params):
+        return gathered(as_decoded(params, options))
+
     # The base is no argument: outputs of a program are new arrays, so it would be copied.
     as_adapters = functools.partial(cast_adapters, options=options)
     return Programs(
@@ -160,7 +180,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         prefill=jax.jit(prefill),
         insert=jax.jit(insert, donate_argnums=0, out_shardings=placed),
         decode_token=jit_program(decode_token, out_shardings=(placed, own)),
-        cast_weights=jax.jit(functools.partial(as_decoded, options=options), out_shardings=cast_shardings),
+        cast_weights=jax.jit(cast_weights, out_shardings=cast_shardings),
         cast_adapters=jax.jit(as_adapters, out_shardings=lora.split(cast_shardings)[1]),
     )
 

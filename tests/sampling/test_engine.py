@@ -16,6 +16,7 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import Prefix, SamplingParams
 from reinforce_ada_jax.training import components
 from reinforce_ada_jax.training.components import engine_options
+from tests.compiled_collectives import by_loop
 from tests.policy.adapting import ALL, random_adapters
 from tests.sampling import tiny
 
@@ -229,6 +230,18 @@ def test_decode_weights_are_split_over_tensor_only():
     query = "layers.attention.query"
     assert transformer.flatten(params)[query].sharding.shard_shape((2, 32, 4, 8)) == (2, 16, 2, 8)
     assert weights[query].sharding.shard_shape((2, 32, 4, 8)) == (2, 32, 2, 8)
+
+
+def test_weights_are_gathered_layer_by_layer():
+    """All at once they would be in memory twice: in the arrays that were gathered, and in the result."""
+    mesh = mesh_lib.make_mesh(fsdp=4)
+    params = tiny.params_on(mesh)
+    layers = transformer.flatten(params["layers"])
+    split = sum(not leaf.sharding.is_fully_replicated for leaf in layers.values())
+    found = by_loop(tiny_engine(mesh).lower_cast(params).compile().as_text())
+    gathers = [len(nesting) for nesting, kinds in found.items() for kind in kinds if kind == "all-gather"]
+    others = sum(not params[name].sharding.is_fully_replicated for name in params if name != "layers")
+    assert split > 0 and gathers.count(1) == split and gathers.count(0) <= others
 
 
 def test_adapters_are_merged_on_their_way():
