@@ -1,6 +1,7 @@
 """Prefill in chunks: which tokens come next, which pages they see, and attention that reads each page once."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -65,10 +66,17 @@ def test_only_the_last_token_of_a_prompt_has_its_table_searched(entries, monkeyp
     jax.tree.map(np.testing.assert_array_equal, pages, visible_pages(prompts[row], lengths, 4, 11, start))
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("reach", [None, 6])
-@pytest.mark.parametrize("dtype", [jnp.float32, None], ids=["float32", "int8"])
-@pytest.mark.parametrize(("page_size", "pages"), [(4, 40), (100, 12)])  # several pages in a batch, and several batches
+# Several pages in a batch, and several batches. Each three settings' values are in one of the fast cases.
+@pytest.mark.parametrize(
+    ("page_size", "pages", "dtype", "reach", "has_sinks"),
+    [
+        pytest.param(*pages, dtype, reach, sinks, marks=[pytest.mark.slow] * (number.bit_count() % 2))
+        for number, (pages, dtype, reach, sinks) in enumerate(
+            itertools.product([(4, 40), (100, 12)], [jnp.float32, None], [None, 6], [False, True])
+        )
+    ],
+    ids=lambda value: "float32" if value is jnp.float32 else None,
+)
 def test_attention_is_that_of_the_decode_step(page_size, pages, dtype, reach, has_sinks):
     rng = np.random.default_rng(0)
     key_pages, value_pages = rng.normal(size=(2, 2, 2 * pages, page_size, 8)).astype(np.float32)  # K L*pages page H

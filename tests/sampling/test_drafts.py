@@ -103,6 +103,7 @@ def test_right_guesses_are_counted():
     assert counts.tokens == sum(map(len, texts.values()))
 
 
+@pytest.mark.slow  # test_invariants.py has such drafts, page for page; test_draft_choice.py has what pays
 def test_drafts_that_must_pay_change_no_sample():
     """At temperature 1 a quarter of the guesses are right, which does not pay: few are verified, and none is wrong."""
     free, costly = tiny.rollouts(**DRAFTED), tiny.rollouts(**tiny.PAYING)

@@ -306,7 +306,7 @@ def test_of_a_base_that_is_laid_out_for_decoding_the_adapters_alone_are_copied()
     assert engine.decode_weights(weights) is weights
 
 
-@pytest.mark.parametrize("weight_dtype", ["model", "int8"])
+@pytest.mark.parametrize("weight_dtype", [pytest.param("model", marks=pytest.mark.slow), "int8"])
 def test_adapters_beside_their_base_are_split_over_tensor_only(weight_dtype):
     mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
     engine = tiny_engine(mesh, dtype="bfloat16", weight_dtype=weight_dtype, adapters=ALL)

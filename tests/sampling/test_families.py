@@ -15,13 +15,14 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from tests.policy import recording
 from tests.sampling import test_routes, tiny
 
-# What the engine does itself: attention of two kinds with windows, weights over `tensor`, norms at another place.
-# The layers are those of the learner (test_transformer.py).
-FAST = [("gemma3", 1, "invariant"), ("olmo2", 2, "jnp")]
+# What the engine does itself: attention of two kinds with windows, norms at another place. The layers are those of the
+# learner (test_transformer.py). test_rollouts.py has weights over `tensor`, and test_experts.py experts over it. The
+# weights of its layers are arrays of their own, as in slow tests below.
+FAST = [("gemma3", 1, "invariant")]
 # Mistral is a Llama, and OLMo 3 an OLMo 2 whose layers slide as those of Gemma 3 do. test_rings.py has Mistral with a
 # window; the tests below have Qwen3-MoE and gpt-oss on other numbers of devices.
 SLOW = [
-    ("smollm3", 1, "jnp"), ("olmoe", 1, "invariant"),
+    ("smollm3", 1, "jnp"), ("olmoe", 1, "invariant"), ("olmo2", 2, "jnp"), ("gemma3", 1, "jnp"),
     ("mistral", 1, "jnp"), ("mistral_window", 1, "jnp"), ("olmo2", 1, "jnp"), ("gemma3", 2, "jnp"),
     ("olmo3", 1, "invariant"), ("olmo3", 2, "jnp"), ("qwen3_moe", 1, "jnp"), ("qwen3_moe", 2, "jnp"),
     ("olmoe", 1, "jnp"), ("gpt_oss", 1, "jnp"), ("gpt_oss", 1, "invariant"), ("gpt_oss", 2, "jnp"),
@@ -32,10 +33,10 @@ SLOW = [
     ("family", "tensor", "attention"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_the_engine_agrees_with_a_full_forward_pass(family, tensor, attention):
-    check_logprobs(family, tensor, attention=attention)
+    check_logprobs(family, tensor, attention=attention, apart=(family, tensor, attention) in FAST)
 
 
-@pytest.mark.slow  # the test below has gpt-oss with such weights: layers of both kinds, and experts
+@pytest.mark.slow  # the fast one of the tests above has the numbers
 @pytest.mark.parametrize(("family", "tensor"), [("gemma3", 2), ("qwen3_moe", 1), ("gpt_oss", 1)])
 def test_so_it_does_where_weights_of_layers_are_arrays_of_their_own(family, tensor):
     assert_apart(check_logprobs(family, tensor, apart=True))
@@ -53,9 +54,8 @@ def assert_apart(engine):
     assert takes_a_layers_part(stacked) and not takes_a_layers_part(engine)
 
 
-@pytest.mark.parametrize(
-    ("family", "apart"), [pytest.param("qwen3_moe", False, marks=pytest.mark.slow), ("gpt_oss", True)]
-)
+@pytest.mark.slow  # test_experts.py has devices that split experts, test_routes.py an engine with experts
+@pytest.mark.parametrize(("family", "apart"), [("qwen3_moe", False), ("gpt_oss", True)])
 def test_eight_devices_that_split_experts_draw_the_likeliest_tokens_of_one(family, apart):
     engine = check_logprobs(family, 2, replicas=4, temperature=0.0, apart=apart)
     if apart:
@@ -98,7 +98,8 @@ def check_logprobs(family, tensor, *, replicas=1, temperature=1.0, **changes):
     return engine
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_rounded.py has a model of such weights beside the learner's; test_prepare.py draws by one
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_on_a_cpu_an_engine_in_bfloat16_agrees_with_the_learner(family):
     """Both round what they multiply, and nothing else; a loop that carries weights in bfloat16 would widen them."""
     architecture, params, _ = recording.golden(family)

@@ -90,13 +90,13 @@ def run_seeds(seeds: Iterable[int]) -> tuple[int, int, int, int]:
 
 def test_random_streams():
     """Random streams on random engines are answered, each under its own address."""
-    streams, responses, redone, shared = run_seeds(range(30))
-    assert streams >= 50 and responses > 800 and redone > 40 and shared > 40
+    streams, responses, redone, shared = run_seeds(range(12))
+    assert streams >= 20 and responses > 500 and redone > 40 and shared > 20
 
 
 @pytest.mark.slow
 def test_ten_thousand_random_streams():
-    streams, responses, redone, shared = run_seeds(range(30, 5_130))
+    streams, responses, redone, shared = run_seeds(range(12, 5_130))
     assert streams >= 10_000 and responses > 150_000 and redone > 5_000 and shared > 5_000
 
 
@@ -180,8 +180,9 @@ def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -
     return windows, tokens
 
 
-FEW = [tiny.SCARCE, tiny.REPLICAS, tiny.PAYING]
+FEW = [tiny.PAYING]
 MORE = [
+    *(tiny.SCARCE, tiny.REPLICAS),  # test_rollouts.py has their samples
     dict(pages=30),
     dict(slots=1, window=2, pages=15, open_prompts=2),
     dict(slots=17, window=5, pages=60, page_size=3, open_prompts=7),

@@ -42,8 +42,15 @@ def pages_copied(pools, mesh):
     return (lambda pools: copy_pages(pools, source, target, jnp.int32(2), mesh)), (pools,)
 
 
-@pytest.mark.parametrize("dtype", ["float32", None], ids=["float32", "int8"])
-@pytest.mark.parametrize("write", [tokens_written, prompts_filled, pages_copied])
+# Each way to write once; the other dtypes are slow.
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        pytest.param(write, dtype, id=f"{write.__name__}-{dtype or 'int8'}", marks=[pytest.mark.slow] * (dtype != fast))
+        for write, fast in ((tokens_written, None), (prompts_filled, "float32"), (pages_copied, None))
+        for dtype in ("float32", None)
+    ],
+)
 def test_every_device_writes_its_own_heads(write, dtype):
     shape = HEADS, LAYERS * PAGES, PAGE_SIZE, HEAD_DIM
     empty = empty_pages(shape, dtype)

@@ -110,7 +110,10 @@ def windowed(case, reach, sinks=None):
     "backend, rubbish, sizes",
     [
         pytest.param(
-            backend, rubbish, sizes, marks=[pytest.mark.slow] * (backend == "pallas_tpu" and sizes == SIZES[1])
+            backend,
+            rubbish,
+            sizes,
+            marks=[pytest.mark.slow] * (sizes in (SIZES[1:3] if backend == "pallas_tpu" else SIZES[3:4])),
         )
         for backend, rubbish in (("pallas_tpu", 1e4), ("pallas_gpu", np.nan))
         for sizes in SIZES

@@ -168,7 +168,7 @@ def test_logprobs_are_those_at_the_temperature():
     assert tiny.logprob_gaps(tiny.drawn(), temperature=0.7).max() > 0.1
 
 
-@pytest.mark.slow  # test_families.py has engines in bfloat16, nearer to a learner that rounds as they do
+@pytest.mark.slow  # test_rounded.py has a model of stored bits, nearer to a learner that rounds as it does
 def test_bfloat16_stays_near_the_float32_learner():
     # 8 bits of mantissa: a logit of 4 to 8 is off by up to 1/64, and so is every activation before it.
     gaps = tiny.logprob_gaps(tiny.drawn(dtype="bfloat16"))

@@ -88,6 +88,7 @@ def test_wrong_guesses_and_lost_slots_leave_nothing():
     check(*found)
 
 
+@pytest.mark.slow  # the test above has several chunks; test_rollouts.py has replicas
 def test_a_window_of_each_replica_ends_where_it_has_no_room_for_a_chunk():
     *found, counts = collected("qwen3_moe", mesh_lib.make_mesh(fsdp=2), slots=4, window=1, prefill_tokens=2)
     # The prompts with the same beginning are in two replicas.

@@ -41,7 +41,7 @@ def draws_needed(verdicts: list[bool], needed: int) -> int:
     [
         ({}, {}),
         ({}, dict(speculative=True)),
-        (tiny.MANY, dict(speculative=True)),
+        pytest.param(tiny.MANY, dict(speculative=True), marks=pytest.mark.slow),  # test_rollouts.py has as many slots
         (tiny.REPLICAS, dict(speculative=True)),
         ({}, dict(barrier=True)),
     ],

@@ -64,13 +64,13 @@ def run_seeds(seeds) -> np.ndarray:
 
 def test_random_trajectories():
     """Random trajectories go on from what their pages hold."""
-    turns, _, continued, prefilled = run_seeds(range(8))
-    assert turns > 500 and continued > 1_000 and prefilled > 1_000
+    turns, _, continued, prefilled = run_seeds(range(5, 8))
+    assert turns > 300 and continued > 1_000 and prefilled > 1_000
 
 
 @pytest.mark.slow
 def test_two_thousand_random_trajectories():
-    turns, redone, continued, prefilled = run_seeds(range(8, 1_008))
+    turns, redone, continued, prefilled = run_seeds((*range(5), *range(8, 1_008)))
     assert turns > 80_000 and redone > 100 and continued > 200_000 and prefilled > 200_000
 
 
@@ -94,14 +94,16 @@ def test_a_turn_prefills_its_new_tokens_only():
 # ---- the compiled engine ---------------------------------------------------------------------------------------------
 
 
+# test_invariants.py has such an engine page for page; a test above has more trajectories, and one below the
+# log-probabilities of their turns.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "seeds"),
     [
-        (tiny.PAYING, (0, 2)),
-        pytest.param(tiny.PAYING, (1, *range(3, 9)), marks=pytest.mark.slow),
-        pytest.param(dict(slots=3, open_prompts=9, pages=70, max_prompt_tokens=40), range(6), marks=pytest.mark.slow),
+        (tiny.PAYING, range(9)),
+        (dict(slots=3, open_prompts=9, pages=70, max_prompt_tokens=40), range(6)),
     ],
-    ids=["few pages", "few pages, more streams", "enough pages"],
+    ids=["few pages", "enough pages"],
 )
 def test_the_compiled_engine_parks_page_for_page(sizes, seeds):
     """Every window of both engines leaves the same, all invariants looked after, with enough pages and with few."""
@@ -127,7 +129,7 @@ ENGINES = {
 }
 
 
-# Each takes seconds to compile; the engine of the test above has few rows, few slots and drafts.
+# Each takes seconds to compile.
 MARKED = [pytest.param(name, marks=[pytest.mark.slow] * (name != "8 slots")) for name in ENGINES]
 
 
