@@ -71,7 +71,10 @@ def _pulled_back(base, adapters, tokens, targets, slopes):
     return jax.vjp(lambda adapters: _plain_logprobs(base, adapters, tokens, targets), adapters)[1](slopes)[0]
 
 
-@pytest.mark.parametrize("name", adapter_learner.LOSSES)
+# test_token_losses.py has the formulas.
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("ppo", "cispo"))) for name in adapter_learner.LOSSES
+])  # fmt: skip
 def test_losses_and_gradients_are_those_of_the_formulas(learner, adapters, name):
     sums, logprobs, losses = learner.forward_backward(adapters, None, ALL, ROWS, name, Clip(0.5, 1.1))
     gradients = []

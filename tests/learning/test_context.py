@@ -92,11 +92,11 @@ def axes(**sizes):
     ("family", "split", "rank", "per_row"),
     [
         ("qwen2", axes(fsdp=2, context=2, tensor=2), ALL.rank, 5),
-        ("mistral_window", axes(context=8), 0, 1),
         # test_blocked_attention.py has parts of rows with windows of some layers and sinks.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("mistral_window", axes(context=8), 0, 1),
                 ("qwen2", axes(fsdp=2, context=4), 0, 5),
                 ("gemma3", axes(data=2, context=4), 0, 5),
                 ("gpt_oss", axes(fsdp=2, context=2, tensor=2), 0, 5),

@@ -81,6 +81,7 @@ def test_sampler_and_learner():
     assert_same_bits("qwen2", per_row=4)
 
 
+@pytest.mark.slow  # test_learner.py has updates whose record decides; test_routes.py has the engine's records
 def test_experts_are_replayed():
     """Those of responses that older weights have drawn are not the experts that these weights would choose."""
     architecture, params, _ = recording.golden("qwen3_moe")

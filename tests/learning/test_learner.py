@@ -231,7 +231,8 @@ UPDATES = {
     "k2": (4, {"kl_coefficient": 0.3, "kl_kind": "k2"}),
     "k3": (1, {"kl_coefficient": 0.3, "kl_kind": "k3"}),
 }  # fmt: skip
-K3 = pytest.mark.slow  # alone; test_loss.py has its slope where policy and reference are one
+# test_loss.py has the estimates of KL with their slopes, and the ratio of sequences.
+SLOW = ("sequence, k3", "k2", "k3")
 
 
 def with_reference(rows):
@@ -242,7 +243,7 @@ def with_reference(rows):
 
 @pytest.mark.parametrize(
     ("micro_batches", "options"),
-    [pytest.param(*case, id=name, marks=[K3] * (name == "k3")) for name, case in UPDATES.items()],
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in UPDATES.items()],
 )
 def test_the_update_follows_the_naive_gradient(micro_batches, options):
     rows = with_reference(batch()) if "kl_kind" in options else batch()
@@ -329,7 +330,8 @@ def test_mask_equals_slice():
     assert_trees_close(padded_metrics, metrics, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests below have micro-batches that are empty or part empty
+@pytest.mark.parametrize("micro_batches", [1, 8])
 def test_empty_rows_change_nothing(micro_batches):
     # 40 more rows: 5 or 40 micro-batches without a token.
     padded = with_empty_rows(batch(), 48)
@@ -468,7 +470,8 @@ def assert_eight_devices_are_one(of_eight):
     [
         # test_weights_gathered_once_give_the_same_update has the gathers of a model without experts.
         pytest.param("qwen3_moe", (2, 2, 2), True, marks=pytest.mark.slow),
-        ("gpt_oss", (2, 2, 2), False),
+        # test_experts.py has the gradients of experts on five devices.
+        pytest.param("gpt_oss", (2, 2, 2), False, marks=pytest.mark.slow),
         pytest.param("olmoe", (2, 2, 1), False, marks=pytest.mark.slow),  # five experts, which two can't share
         *(pytest.param("qwen3_moe", mesh, False, marks=pytest.mark.slow) for mesh in ((1, 2, 1), (1, 1, 2))),
     ],
@@ -601,7 +604,7 @@ def test_without_a_coefficient_the_reference_plays_no_part():
     assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + len(jax.tree.leaves(batch())) + 1
 
 
-@pytest.mark.parametrize("kind", ["k2", pytest.param("k3", marks=K3)])
+@pytest.mark.parametrize("kind", ["k2", pytest.param("k3", marks=pytest.mark.slow)])
 def test_a_policy_that_is_its_reference_pays_nothing(kind):
     own, (micro_batches, options) = batch().replace(reference_logprobs=score(learner(), batch())), UPDATES[kind]
     state, metrics = updated(learner(micro_batches, **options), own)
@@ -672,6 +675,7 @@ def test_adapters_in_eight_micro_batches_are_those_of_one():
     assert_trees_close(eight_metrics, one_metrics, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # test_context.py has adapters on eight devices
 def test_adapters_on_eight_devices_are_those_of_one():
     (one, one_metrics), (eight, eight_metrics) = adapted_update(), adapted_update(2, (2, 2, 2))
     assert_trees_close(gradient(eight), gradient(one), rtol=1e-5, atol=1e-5)

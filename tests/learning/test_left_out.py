@@ -166,16 +166,12 @@ def unscored(rows):
     return rows.replace(old_logprobs=None)
 
 
+@pytest.mark.slow  # the tests of the gap below have such updates of one device
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        # One device has the tests of the gap below.
-        pytest.param((1, 1, 1), {"aggregation": "token-mean"}, marks=pytest.mark.slow),
-        pytest.param(
-            (1, 1, 1),
-            {"aggregation": "seq-mean-token-mean", "ratio": "sequence", "entropy_coefficient": 0.01},
-            marks=pytest.mark.slow,
-        ),
+        ((1, 1, 1), {"aggregation": "token-mean"}),
+        ((1, 1, 1), {"aggregation": "seq-mean-token-mean", "ratio": "sequence", "entropy_coefficient": 0.01}),
         ((2, 2, 2), {"aggregation": "seq-mean-token-sum", "truncated_is_cap": 1.2}),
     ],
 )

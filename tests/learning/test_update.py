@@ -28,7 +28,7 @@ def unscored(rows):
 
 
 # (micro-batches, settings, rows, adapters); most of them have their programs in common with other tests.
-SLOW = ("everything", "own scores, reference")
+SLOW = ("scored", "everything", "own scores, reference")
 CASES = {
     "scored": (8, {}, batch, None),
     "everything": (*UPDATES["everything"], batch, None),

@@ -206,7 +206,9 @@ def test_the_order_of_prompts_is_irrelevant():
     np.testing.assert_allclose(head.to_json()["arrays"][0], straight.to_json()["arrays"][0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"rows": 5}, {"rows": 64}, {"mesh": (2, 2, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"rows": 5}, pytest.param({"rows": 64}, marks=pytest.mark.slow), {"mesh": (2, 2, 2)}], ids=str
+)
 def test_chunks_and_devices_are_irrelevant(options):
     params = PARAMS
     if "mesh" in options:

@@ -14,7 +14,8 @@ from tests.policy.plain_attention import check_attention, in_parts, make_case
 
 # One block, a last block of 12 queries, four blocks of 75.
 @pytest.mark.parametrize(
-    ("length", "heads", "segmented"), [(40, (4, 2), True), (140, (2, 2), False), (300, (4, 1), True)]
+    ("length", "heads", "segmented"),
+    [(40, (4, 2), True), pytest.param(140, (2, 2), False, marks=pytest.mark.slow), (300, (4, 1), True)],
 )
 def test_equals_plain_attention(length, heads, segmented):
     arrays, segment_ids = make_case(length, *heads, 16)
@@ -42,7 +43,11 @@ def test_parts_of_rows_have_the_sinks_of_their_heads():
 # Parts of 75 tokens, in two blocks, and of 150.
 @pytest.mark.parametrize(
     ("axes", "segmented", "slides"),
-    [(dict(context=4), True, None), (dict(data=2, context=2, tensor=2), True, True), (dict(context=2), False, False)],
+    [
+        (dict(context=4), True, None),
+        (dict(data=2, context=2, tensor=2), True, True),
+        pytest.param(dict(context=2), False, False, marks=pytest.mark.slow),
+    ],
 )
 def test_parts_of_rows_see_all_of_the_row(axes, segmented, slides):
     arrays, segment_ids = make_case(300, 4, 2, 16)

@@ -191,9 +191,14 @@ def unwritten_backward(arguments, slope):
 unwritten.defvjp(lambda *arguments: (unwritten(*arguments), arguments), unwritten_backward)
 
 
-@pytest.mark.parametrize("replayed", [None, recorded()], ids=["chosen", "replayed"])
 @pytest.mark.parametrize(
-    ("architecture", "arguments"), [(RENORMALIZED, example()), (GPT_OSS, example_of_gpt_oss())], ids=["qwen", "gpt_oss"]
+    ("architecture", "arguments", "replayed"),
+    [
+        pytest.param(RENORMALIZED, example(), None, id="qwen-chosen", marks=pytest.mark.slow),
+        pytest.param(GPT_OSS, example_of_gpt_oss(), None, id="gpt_oss-chosen"),
+        pytest.param(RENORMALIZED, example(), recorded(), id="qwen-replayed"),
+        pytest.param(GPT_OSS, example_of_gpt_oss(), recorded(), id="gpt_oss-replayed", marks=pytest.mark.slow),
+    ],
 )
 def test_five_devices_with_an_expert_each_give_the_sum_of_one(monkeypatch, architecture, arguments, replayed):
     (wanted, chosen), slopes = results_and_gradients(architecture, arguments, replayed, None)
@@ -263,7 +268,7 @@ def test_the_golden_notices_a_softmax_of_the_chosen_alone(monkeypatch):
     assert np.abs(logits - recorded["logits"]).max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "gpt_oss"])
 def test_router_and_sinks_are_the_same_in_learner_and_sampler(family):
     # The sampler has a copy of all weights in the dtype of activations; the learner casts its own, in float32.
     architecture, params, recorded = recording.golden(family)
@@ -276,7 +281,7 @@ def test_router_and_sinks_are_the_same_in_learner_and_sampler(family):
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+@pytest.mark.parametrize("family", [pytest.param("olmoe", marks=pytest.mark.slow), "gpt_oss"])
 def test_adapters_go_on_attention_alone(family):
     architecture, params, recorded = recording.golden(family)
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")

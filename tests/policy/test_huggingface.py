@@ -84,7 +84,7 @@ def test_a_tensor_beyond_the_shard_limit_stands_alone(tmp_path):
     assert len(weight_files.find(tmp_path / "saved")) == len(tensor_table.parts(architecture))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_other_dtypes_are_written_read_and_cast(tmp_path, dtype):
     architecture, params, _ = recording.golden("qwen3")
     narrow = jax.tree.map(lambda x: x.astype(dtype), params)
@@ -116,8 +116,8 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, monkeypatch, dtype, stra
         huggingface.load(tmp_path / "saved", dtype=dtype)
 
 
-# Of biases, norms, experts and their biases; the weights of other families are among these.
-ON_DEVICES = ("qwen2", "gemma3", "qwen3_moe", "gpt_oss")
+# Norms and a tied embedding; biases, experts and a head. The weights of other families are among these.
+ON_DEVICES = ("gemma3", "gpt_oss")
 
 
 # OLMoE has five experts here, which two devices can't share. Its weights have the names of Qwen3-MoE.

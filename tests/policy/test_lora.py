@@ -41,7 +41,9 @@ def test_the_product_by_hand():
     np.testing.assert_array_equal(project(x, jnp.eye(2)), x)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [((5,), (2, 3)), ((2, 3), (5,)), ((5,), (6,))])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [pytest.param((5,), (2, 3), marks=pytest.mark.slow), ((2, 3), (5,)), ((5,), (6,))]
+)
 def test_the_product_is_that_of_the_merged_weight(inputs, outputs):
     rng = np.random.default_rng(0)
     x, w, a, b = (
@@ -225,7 +227,7 @@ def test_the_configuration_comes_back_from_its_file():
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_peft_s_layout(family, tmp_path):
     # In Hugging Face's layout, W [out, in], peft computes W + alpha / r * lora_B @ lora_A. That must be what we save
     # merged: only the names and the two layouts can be wrong.

@@ -51,7 +51,9 @@ def test_bits_are_the_matrix_rounded_to_bfloat16_and_other_weights_stay():
     np.testing.assert_array_equal(stored["final_norm"], norm)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gemma3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "olmo2"))]
+)
 def test_a_model_of_stored_bits_computes_what_the_learner_does(family):
     """Decoding reads bits, the learner rounds float32 weights; what rounding changes is far more than they differ."""
     architecture, params, _ = recording.golden(family)

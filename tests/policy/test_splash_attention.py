@@ -14,8 +14,8 @@ from tests.policy.plain_attention import check_attention, in_parts, make_case
 @pytest.mark.parametrize(
     ("length", "heads", "head_dim", "segmented", "axes"),
     [
-        (240, (2, 1), 64, True, {}),
         # test_blocked_attention.py has rows without segments; parts of rows have several blocks.
+        pytest.param(240, (2, 1), 64, True, {}, marks=pytest.mark.slow),
         pytest.param(240, (2, 2), 64, False, {}, marks=pytest.mark.slow),
         pytest.param(640, (2, 1), 128, True, {}, marks=pytest.mark.slow),  # five blocks of 128
         (240, (4, 2), 16, True, dict(data=1, fsdp=2, tensor=2)),
@@ -27,7 +27,8 @@ def test_equals_plain_attention(length, heads, head_dim, segmented, axes):
     check_attention(attend, arrays, segment_ids if segmented else None)
 
 
-@pytest.mark.parametrize("slides", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the test below has sinks with a window
+@pytest.mark.parametrize("slides", [True, False])
 def test_a_window_is_that_of_plain_attention(slides):
     arrays, segment_ids = make_case(240, 2, 1, 64)
     attend = functools.partial(splash_attention.attend, mesh=make_mesh(), interpret=True)

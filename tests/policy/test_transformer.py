@@ -15,8 +15,20 @@ FAMILIES = recording.FAMILIES
 GPT_OSS_ROPE = RopeScaling(8.0, 2.0, 50.0, 640, "yarn", 0.1 * math.log(8.0) + 1.0, truncates=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("check", recording.CHECKS)
+# Modules, layers and greedy tokens are fast of these, logits of all families.
+IN_PARTS = ("qwen2", "gemma3", "gpt_oss", "olmoe")
+
+
+@pytest.mark.parametrize(
+    ("check", "family"),
+    [
+        pytest.param(
+            check, family, marks=[pytest.mark.slow] * (check is not recording.check_logits and family not in IN_PARTS)
+        )
+        for check in recording.CHECKS
+        for family in FAMILIES
+    ],
+)
 def test_equals_transformers(family, check):
     check(*recording.golden(family))
 
@@ -119,7 +131,9 @@ def test_remat_changes_nothing(remat):
     assert all(jnp.abs(gradient).max() > 0 for gradient in jax.tree.leaves(plain[1]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family not in IN_PARTS)) for family in FAMILIES]
+)
 def test_jit_equals_eager(family):
     architecture, params, recorded = recording.golden(family)
     tokens = jnp.asarray(recorded["tokens"])

@@ -21,7 +21,8 @@ def products(text):
     return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
 
 
-@pytest.mark.parametrize("attention", ["jnp", "invariant"])
+# test_invariant_logprobs.py has the bits of the other one.
+@pytest.mark.parametrize("attention", ["jnp", pytest.param("invariant", marks=pytest.mark.slow)])
 def test_of_decoding(attention):
     """All products of the decode window are of the highest precision."""
     options = dataclasses.replace(tiny.OPTIONS, pages=14, attention=attention)
@@ -30,8 +31,15 @@ def test_of_decoding(attention):
     assert len(found) > 10 and all("HIGHEST" in line for line in found)
 
 
-@pytest.mark.parametrize("attend", [transformer.causal_attend, blocked_attention.attend])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "attend"),
+    [
+        ("float32", blocked_attention.attend),
+        ("bfloat16", transformer.causal_attend),
+        pytest.param("float32", transformer.causal_attend, marks=pytest.mark.slow),
+        pytest.param("bfloat16", blocked_attention.attend, marks=pytest.mark.slow),
+    ],
+)
 def test_of_an_update(dtype, attend):
     """Forwards and backwards, through layers, attention and the head."""
     tokens = jnp.zeros((2, 80), jnp.int32)
