@@ -53,7 +53,14 @@ def commit(mistake: dict, folder: pathlib.Path) -> subprocess.CompletedProcess:
     return forked.run(command, environment(), at_once=True)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake["title"] for mistake in MISTAKES])
+# Of the slow ones test_reward_check.py and tests/environments have the messages.
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(mistake, id=mistake["title"], marks=[pytest.mark.slow] * mistake.get("slow", False))
+        for mistake in MISTAKES
+    ],
+)
 def test_a_mistake_ends_with_a_short_message(tmp_path, mistake):
     make_files(tmp_path, mistake.get("files", {}))
     before, began = contents(tmp_path), time.monotonic()

@@ -35,7 +35,7 @@ def tokenizer_folder(folder, template=None, **changes):
     ("template", "reason"),
     [
         (NESTED.replace("MAKES", "string"), TOO_SLOW),
-        (NESTED.replace("MAKES", "tojson"), TOO_SLOW),
+        pytest.param(NESTED.replace("MAKES", "tojson"), TOO_SLOW, marks=pytest.mark.slow),
         ("{{ range(99999)|map('string')|map('center', 99999)|list|length }}", TOO_LARGE),
     ],
 )

@@ -133,6 +133,7 @@ def test_a_file_that_ends_its_process_is_said_after_three_tries(tmp_path):
     assert (tmp_path / "starts").read_text() == "..."
 
 
+@pytest.mark.slow  # tests/rewards/test_workers.py has it
 def test_a_file_whose_import_never_ends_is_tried_once(tmp_path, monkeypatch):
     standins.constants(monkeypatch, workers.workers_lib, TRIAL_LIMIT_S=0.5)
     file, starts = tmp_path / "endless.py", tmp_path / "starts"

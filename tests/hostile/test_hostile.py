@@ -22,8 +22,8 @@ def assert_refused(found: list[dict]) -> None:
 
 
 def test_a_sample_is_refused():
-    assert_refused(trials("folders", 0, 10))
-    assert_refused(trials("files", 0, 12))
+    assert_refused(trials("folders", 0, 5))
+    assert_refused(trials("files", 0, 6))
 
 
 @pytest.mark.slow

@@ -97,11 +97,11 @@ def graded(pool, response, **columns):
     return verdict.reward, verdict.correct, verdict.reason
 
 
-def of_hostile(pool, world, chosen):
+def of_hostile(pool, world, chosen, files=HOSTILE):
     """Grades the chosen files, with harmless programs among them; nothing of them may be left."""
-    read_files = {file.stem: read(file, world) for file in HOSTILE}
+    read_files = {file.stem: read(file, world) for file in files}
     read_files = {name: given for name, given in read_files.items() if chosen(*given[1])}
-    files, processes = left_behind(), set(process_tree.descendants(os.getpid()))
+    before, processes = left_behind(), set(process_tree.descendants(os.getpid()))
     pairs = {name: pair for name, (pair, _) in read_files.items()}
     neighbours = {f"neighbour of {name}": SQUARE for name in [*pairs][::4]}
     names = sorted(pairs | neighbours, key=lambda name: name.split()[-1])
@@ -110,13 +110,14 @@ def of_hostile(pool, world, chosen):
     assert {name: (verdicts[name].reward, verdicts[name].reason) for name in names} == {
         name: expected.get(name, (1.0, "")) for name in names
     }
-    assert left_behind() == files
+    assert left_behind() == before
     assert set(process_tree.descendants(os.getpid())) == processes  # no worker was lost, and nothing runs beside them
     return len(read_files)
 
 
-def test_hostile_programs_reach_and_leave_nothing(pool, world):
-    assert of_hostile(pool, world, lambda reward, reason: reason != "time_limit") >= 60
+@pytest.mark.parametrize(("files", "least"), [(HOSTILE[::3], 20), pytest.param(HOSTILE, 60, marks=pytest.mark.slow)])
+def test_hostile_programs_reach_and_leave_nothing(pool, world, files, least):
+    assert of_hostile(pool, world, lambda reward, reason: reason != "time_limit", files) >= least
 
 
 @pytest.mark.slow

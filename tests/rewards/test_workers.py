@@ -64,7 +64,7 @@ def pool(shared_pool):
     [
         ("loop", "timeout"),
         ("power", "timeout"),
-        ("sleep", "timeout"),
+        pytest.param("sleep", "timeout", marks=pytest.mark.slow),
         ("abort", "crash"),
         ("exit", "crash"),
         ("raise", "error"),
@@ -100,9 +100,17 @@ def test_a_failed_grading_is_no_better_than_a_wrong_answer():
     assert rewards_of(verdicts[1:]) == [0.0]
 
 
+# The others are kinds of lines that are no JSON of a verdict, as pickles are.
 @pytest.mark.parametrize(
     "written",
-    ["a pickle", "a framed pickle", "garbage", "a forged verdict", "a long line", "nested brackets"],
+    [
+        "a framed pickle",
+        "a forged verdict",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("a pickle", "garbage", "a long line", "nested brackets")
+        ),
+    ],
 )
 def test_what_a_grading_writes_to_its_socket_costs_only_itself(pool, written):
     # Code of a model that a reward runs can find the socket. Unpickled, the first two would run code in this process.
@@ -419,6 +427,7 @@ def test_no_workers_grades_here():
     assert verdicts == [Verdict(True, 1.0, str(os.getpid())), RIGHT, failed("error"), failed("error"), WRONG]
 
 
+@pytest.mark.slow  # tests above have hostile pairs beside others
 def test_mathematics_beside_hostile_mathematics():
     # Towers and factorials take sympy hours; the start of a worker (sympy's import) counts against no limit.
     with VerifierPool(math_answer.grade, workers=2, time_limit_s=1.5) as pool:
