@@ -301,6 +301,8 @@ def test_a_process_that_only_draws_makes_the_run_of_one(start, apart, tmp_path):
     assert all(line["time/verify_s"] > 0 for line in lines)
 
 
+# The test above has two processes; test_draw_ahead.py has resumed runs, test_watchdog.py lost processes.
+@pytest.mark.slow
 def test_processes_that_only_draw_or_learn_resume_with_the_same_bits(start, apart, tmp_path):
     for iteration, victim, number in ((1, 1, signal.SIGTERM), (2, 0, signal.SIGKILL)):
         processes = start(tmp_path / "run", 2, *APART, devices=2)
@@ -333,6 +335,7 @@ def test_processes_that_only_draw_make_the_run_of_one(start, tmp_path, count, de
     compare(tmp_path / "1", tmp_path / str(count))
 
 
+@pytest.mark.slow  # test_watchdog.py has refusals that end all processes
 def test_a_run_that_stops_ends_processes_that_only_draw(start, tmp_path):
     fails = tmp_path / "reward.py"
     fails.write_text("def grade(response, answer):\n    assert response == answer, 'no reward here'\n    return 1\n")
@@ -448,7 +451,7 @@ def test_processes_that_can_not_reach_each_other_say_so_in_a_line():
     assert "Traceback" not in refused
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_who_waits_for_a_process_that_never_starts_says_so_in_a_line(index):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -273,6 +273,7 @@ def test_a_graders_entry_of_a_benchmark_that_is_not_evaluated_now_is_fine(tmp_pa
     assert config.evaluation.graders == ("words=cipher",) and config.evaluation.samples == 3
 
 
+@pytest.mark.slow  # test_prepare.py draws from a folder with such a configuration
 def test_a_folder_has_no_adapters_whatever_the_configuration_trains(tmp_path, words):
     # In bfloat16 the engine of a training decodes from a base and adapters.
     run(words, tmp_path / "out", samples=1, **{"lora.rank": 4, "model.compute_dtype": "bfloat16"})

@@ -37,6 +37,8 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+# Tests/distributed/test_processes.py has evaluations of two processes, test_evaluate.py what is stored.
+@pytest.mark.slow
 def test_two_processes_store_the_evaluation_of_one(tmp_path):
     words = cipher_file(tmp_path / "words.jsonl", 12)
     # With the engine of both processes, and of test_evaluate.py: it is compiled once.

@@ -350,6 +350,7 @@ def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, ques
         assert "Traceback" not in errors
 
 
+@pytest.mark.slow  # the test above lets responses end; test_openai.py has the end of a grace
 def test_grace_ends_and_a_second_signal_ends_everything(endless, questions):
     text = questions[0][0]
     for grace_s, signals, code in ((0.1, [signal.SIGTERM], 0), (1000, [signal.SIGTERM, signal.SIGINT], 128 + 2)):

@@ -209,6 +209,7 @@ def test_losses_are_those_of_the_formulas(client, loss):
         assert found(wider) == pytest.approx(expected(0.5, 3.0), rel=1e-5)
 
 
+@pytest.mark.slow  # test_lora.py has rows with adapters of their own
 def test_two_clients_with_two_adapters_get_what_each_gets_alone(client, other):
     words = [TOKENS, [5, 6, 7, 8, 9, 30, 31, 2]]
 

@@ -202,7 +202,11 @@ def test_a_record_that_one_process_alone_cannot_read_is_damaged_for_all(copied, 
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
-@pytest.mark.parametrize("harm", [None, truncate, lambda file: flip(file, 0.5)], ids=["none", "cut", "bit"])
+@pytest.mark.parametrize(
+    "harm",
+    [None, pytest.param(truncate, marks=pytest.mark.slow), lambda file: flip(file, 0.5)],
+    ids=["none", "cut", "bit"],
+)
 def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner, state, harm):
     sampler = {"weights": jnp.arange(4096.0), "int8": quantize(jnp.arange(12.0).reshape(3, 4), (0,))}
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), sampler)
@@ -245,7 +249,7 @@ def ours(tmp_path, state):
     ("source", "number", "why"),
     [
         ("theirs/checkpoints/5", 5, f"its run has the id {THEIRS}, this one {OURS}"),
-        ("ours/checkpoints/1", 7, "its record is that of iteration 1"),
+        pytest.param("ours/checkpoints/1", 7, "its record is that of iteration 1", marks=pytest.mark.slow),
         ("ours/checkpoints/1", 10**15, "its record is that of iteration 1"),
     ],
     ids=["of another run", "renamed", "absurd"],

@@ -89,7 +89,7 @@ def _prompts_in_order(count):
     return [prompt.id for prompt in next_prompts(data, PromptCursor(config.seed), count)[0]]
 
 
-@pytest.mark.parametrize("slow", ["draw", "learn"])
+@pytest.mark.parametrize("slow", ["draw", pytest.param("learn", marks=pytest.mark.slow)])
 def test_time_decides_nothing(unbroken, tmp_path, monkeypatch, slow):
     # Whichever side is late, the same weights draw the same iteration.
     name, owner = ("collect", drawing) if slow == "draw" else ("make_updates", iteration)
@@ -119,6 +119,7 @@ def test_in_turn_the_run_is_that_of_one_device(unbroken, tmp_path):
     assert texts(unbroken / "samples")["000002.jsonl"] != texts(together / "samples")["000002.jsonl"]
 
 
+@pytest.mark.slow  # runs below end and go on
 def test_more_iterations_go_on_as_if_they_had_been_planned(unbroken, tmp_path):
     train(tmp_path / "run", iterations=2)
     train(tmp_path / "run")

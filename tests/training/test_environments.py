@@ -131,8 +131,8 @@ def second_iteration(task, whole) -> list[int]:
     return [number for number, line in enumerate(lines) if line in names]
 
 
-def test_a_run_trains_on_trajectories_and_resumes_bit_for_bit(tmp_path, settings, trained):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+def test_a_run_trains_on_trajectories(tmp_path, settings, trained):
+    whole = tmp_path / "whole"
     said = trained(settings, whole)
     assert "three tries" in (whole / "environment_output.log").read_text() and "three tries" not in said
     metrics = reproducible(whole)
@@ -146,6 +146,12 @@ def test_a_run_trains_on_trajectories_and_resumes_bit_for_bit(tmp_path, settings
     shown = (whole / "samples" / "000001.jsonl").read_text(encoding="utf-8").splitlines()
     assert any("\n[environment]\n" in json.loads(line)["response"] for line in shown)
 
+
+@pytest.mark.slow  # test_train.py and test_train_strategies.py have runs that resume
+def test_it_resumes_bit_for_bit(tmp_path, settings, trained):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    trained(settings, whole)
+    metrics = reproducible(whole)
     # As after a kill in iteration 2; the test below has real ones, between turns.
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoints" / "2")

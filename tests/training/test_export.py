@@ -63,6 +63,7 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow  # a test above writes one weight at a time; test_processes.py has two processes
 def test_two_processes_write_the_folder_of_one(run, tmp_path):
     export.main(run, 1, tmp_path / "one")
     two = tmp_path / "two"

@@ -381,6 +381,7 @@ def test_a_strategy_of_the_users_is_built_once(tmp_path, monkeypatch):
     assert (tmp_path / "calls").read_text() == "." and made.strategy.max_draws == config.collection.group_size
 
 
+@pytest.mark.slow  # test_public_api.py runs this example of docs/api.md
 def test_training_from_a_notebook(tmp_path):
     settings = {"iterations": 1, "evaluation.every": 0, "logging.trackers": "", "learning.prompts_per_update": 4}
     config = tiny(**settings | {"collection.prompts_per_iteration": 8, "sampling.slots": 32})

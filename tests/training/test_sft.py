@@ -64,7 +64,9 @@ def plain(examples):
     return params, *jax.jit(jax.value_and_grad(functools.partial(plain_loss, examples=examples)))(params)
 
 
-@pytest.mark.parametrize("per_row, micro_batches", [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 4)])
+@pytest.mark.parametrize("per_row, micro_batches", [
+    *(pytest.param(per_row, 1, marks=pytest.mark.slow) for per_row in (1, 3)), (3, 4),
+])  # fmt: skip
 def test_an_update_follows_the_plain_cross_entropy(examples, plain, per_row, micro_batches):
     config = config_lib.resolve({
         "model": {"compute_dtype": "float32"}, "data": {"max_prompt_tokens": 6},

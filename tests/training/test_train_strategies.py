@@ -74,10 +74,10 @@ RUNS["proportional"] = RUNS["exact"] | {
     "collection.prompts_per_iteration": 64,
     "learning.prompts_per_update": 32,
 }
-# Estimates of "value", the reference of "exact" and the partial rollouts of "in flight" resume in the same way;
-# test_updates.py has batches that grow; the state of `Proportional` is in test_selection.py, and a selection that
-# resumes with a run in test_rivals.py.
-SLOW = ("ema", "positive", "dapo", "ngu", "proportional", "ngu without a limit")
+# Estimates and the reference of "exact" and the partial rollouts of "in flight" resume in the same way;
+# test_value_head.py has the state of "value", test_updates.py batches that grow, test_selection.py the state of
+# `Proportional`. A run of test_rivals.py is killed in an update, and resumes with its selection.
+SLOW = ("value", "ema", "positive", "dapo", "ngu", "proportional", "ngu without a limit")
 
 
 def start(workdir, overrides):
