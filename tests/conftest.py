@@ -48,14 +48,15 @@ def frozen_heap() -> Iterator[None]:
 
 # Files that take longest: begun last, one of them would keep a worker busy after the others have ended.
 LONGEST = (
-    "sampling/test_families.py", "learning/test_learner.py", "training/test_train.py", "sampling/test_rollouts.py",
-    "rewards/test_workers.py", "learning/test_context.py", "distributed/test_processes.py", "sampling/test_routes.py",
-    "serving/test_tinker.py", "serving/test_openai.py", "training/test_loop.py", "rewards/test_code_objects.py",
-    "policy/test_transformer.py", "training/test_sft.py", "sampling/test_pallas_attention.py", "sampling/test_turns.py",
-    "training/test_train_strategies.py", "training/test_draw_ahead.py", "test_mistakes.py",
-    "training/test_checkpoint.py", "rewards/test_forged_verdicts.py", "learning/test_fused_logprobs.py",
-    "sampling/test_rings.py", "policy/test_lora.py", "sampling/test_invariants.py", "evaluation/test_evaluate.py",
-    "training/test_environments.py", "serving/test_serve.py", "test_docs.py", "test_rivals.py",
+    "training/test_train.py", "distributed/test_processes.py", "learning/test_learner.py",
+    "sampling/test_rollouts.py", "training/test_checkpoint.py", "rewards/test_workers.py",
+    "learning/test_fused_logprobs.py", "serving/test_tinker.py", "policy/test_lora.py", "evaluation/test_evaluate.py",
+    "learning/test_loss.py", "test_mistakes.py", "training/test_environments.py", "serving/test_serve.py",
+    "bench/test_rollout.py", "test_docs.py", "sampling/test_pallas_attention.py", "training/test_train_lora.py",
+    "serving/test_openai.py", "sampling/test_engine.py", "analysis/test_enumeration.py", "policy/test_transformer.py",
+    "training/test_train_strategies.py", "training/test_reward_check.py", "training/test_draw_ahead.py",
+    "policy/test_huggingface.py", "training/test_loop.py", "planning/test_compile_check.py",
+    "sampling/test_invariants.py", "bench/test_update.py",
 )  # fmt: skip
 
 

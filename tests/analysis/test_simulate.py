@@ -80,6 +80,7 @@ def test_grpo(capsys):
     assert first[-1] == second[-1] == "4,000"
 
 
+@pytest.mark.slow  # test_a_prompt_set has two strategies, with files
 def test_strategies_side_by_side_with_files(tmp_path, capsys):
     folder = tmp_path / "figures"
     run("--strategy=grpo@8,positive,balance+log", "--pass_rates=0.02:0.98:5", f"--output={folder}")

@@ -61,6 +61,7 @@ def test_attention_over_pages_counts_what_slots_see(monkeypatch):
     assert all(pages[kind]["jnp"]["difference"] == 0 for kind in ("bfloat16", "float32", "int8", "window"))
 
 
+@pytest.mark.slow  # a test below compares implementations of attention
 def test_a_kernel_is_compared_with_jnp(monkeypatch):
     plain = accelerator.paged_attention
 

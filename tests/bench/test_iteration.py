@@ -64,9 +64,10 @@ def test_a_barrier_does_the_same_work(result):
     assert result["barrier_ratio"] == pytest.approx(rounds["tokens_per_s"] / barrier["tokens_per_s"])
 
 
+@pytest.mark.slow  # a test below measures such an iteration, beside a baseline
 @pytest.mark.parametrize(
     ("settings", "architecture"),
-    [(ONE_UPDATE, models.shaped("16x1")), pytest.param(SMALL, None, marks=pytest.mark.slow)],
+    [(ONE_UPDATE, models.shaped("16x1")), (SMALL, None)],
     ids=["made-up", "packaged"],
 )
 def test_one_iteration_by_its_phases(settings, architecture):

@@ -24,7 +24,9 @@ def units(architecture, params, found) -> float:
     return models.check_logprobs(architecture, params, list(found["tokens"]), theirs(found), "transformers")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family != "qwen2")) for family in FAMILIES]
+)
 def test_the_right_model_passes(family):
     assert units(*recording.golden(family)) < 1.5
 

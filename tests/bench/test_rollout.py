@@ -276,11 +276,8 @@ def test_a_barrier_leaves_slots_idle(sizes):
 FEW = ("--prompts=96", "--slots=12", "--scale=0.1")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "busy", "idle"),
-    [(FEW, 0.88, 0.74), pytest.param((), 0.95, 0.87, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow  # the test above has such a simulation; test_speculation.py has what is drawn early
+@pytest.mark.parametrize(("sizes", "busy", "idle"), [(FEW, 0.88, 0.74), ((), 0.95, 0.87)], ids=str)
 def test_single_draws_keep_the_slots_busy_by_speculation(sizes, busy, idle):
     # 0.896, and 0.7397 without; 64 slots: 0.972 and 0.822. The pools are the same.
     flag = ("adaptive", "--simulate", "--samples_per_round=1", "--max_rounds=32", *sizes)

@@ -173,7 +173,9 @@ def test_beside_a_baseline(fake, model):
     [
         ({}, 2e-5, "our log-probabilities, in units of rounding, and those of fake differ by"),
         ({"loss": 1.0}, 0.0, "our values of loss and those of fake differ by"),
-        ({"grad_norm": 1.0}, 0.0, "our values of grad_norm and those of fake differ by"),
+        pytest.param(
+            {"grad_norm": 1.0}, 0.0, "our values of grad_norm and those of fake differ by", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_another_update_is_refused(fake, model, capsys, changes, shift, message):

@@ -121,8 +121,15 @@ class RandomlyDone(Future):
         return self._order.random() < 0.5
 
 
-@pytest.mark.parametrize("barrier", [False, True])
-@pytest.mark.parametrize("name", STRATEGIES)
+# With a barrier and without one in turn; all others are slow.
+@pytest.mark.parametrize(
+    ("name", "barrier"),
+    [
+        pytest.param(name, barrier, marks=[pytest.mark.slow] * (barrier == (number % 2 > 0)))
+        for number, name in enumerate(STRATEGIES)
+        for barrier in (False, True)
+    ],
+)
 def test_completion_order_decides_nothing(name, barrier):
     strategy, prompts = STRATEGIES[name], make_prompts(12)
     wanted = 3 if strategy.extra_batches else 12

@@ -292,7 +292,8 @@ def gradient(settings: SimpleNamespace, *, barrier: bool = False, overlap: bool 
     ("settings", "how"),
     [
         pytest.param(config("positive", 2, 8), {}, marks=pytest.mark.slow),  # the next ones differ in `how` alone
-        (config("positive", 2, 8), {"barrier": True}),
+        # test_collect.py has barriers.
+        pytest.param(config("positive", 2, 8), {"barrier": True}, marks=pytest.mark.slow),
         (config("positive", 2, 8), {"overlap": True}),
         # test_enumeration.py has control variates of any number, without chance.
         pytest.param(config("positive", 1, 16, control_variate="0.15"), {}, marks=pytest.mark.slow),

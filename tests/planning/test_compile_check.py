@@ -195,6 +195,7 @@ def test_what_stands_beside_the_learner():
 LORA = {"lora.rank": 1, "learning.kl_coefficient": 0.1}
 
 
+@pytest.mark.slow  # a test above has all weights, the next but one lowers programs of adapters
 def test_adapters_are_trained_over_what_training_hands_over():
     run = abstract("bfloat16", **LORA, **{"learning.micro_batches": 2})
     mesh, key = run.learner.mesh, jax.random.key(0)
@@ -254,7 +255,7 @@ def test_every_program_of_adapters_lowers_and_the_update_is_in_place():
     assert lowered["update"].compile().memory_analysis().alias_size_in_bytes == shard_bytes(run.state)
 
 
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["weights", "adapters"])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), LORA], ids=["weights", "adapters"])
 def test_the_programs_of_a_chain_are_those_of_one_update(monkeypatch, changes):
     standins.accelerator(monkeypatch, gathers=True)
     settings = changes | {"learning.micro_batches": 8}

@@ -9,7 +9,8 @@ from tests.browser import browser, needs_browser
 from tests.plotted import make_run, sample, write_samples
 from tests.reporting.test_page import HOSTILE
 
-pytestmark = [pytest.mark.browser, needs_browser]
+# test_live.py has a page in the browser that is fast, test_page.py what is in it.
+pytestmark = [pytest.mark.browser, pytest.mark.slow, needs_browser]
 NUM_PROMPTS = 30
 GRAD_NORM = '[data-metric="update/grad_norm"]'
 SIZES = ((1400, 900), (400, 800))
