@@ -142,6 +142,7 @@ def counts_of(rollouts, lengths, strategy, **how):
     return {name: getattr(rollouts.counts, name) for name in COUNTED}
 
 
+@pytest.mark.slow  # test_invariants.py has the counts of the model of a window, too
 def test_the_real_engine_counts_the_same():
     # 10 pages of prompts and the null page leave 7 for responses. The longest response takes 4.
     real = tiny.rollouts(stop_ids=(-1, -1), pages=18)

@@ -1,4 +1,4 @@
-"""Which of many programs a test session grades."""
+"""Choice of the programs that a test session grades."""
 
 from collections.abc import Iterable
 from typing import Any

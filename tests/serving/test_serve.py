@@ -465,6 +465,7 @@ def test_settings_reach_the_engine():
     assert dataclasses.replace(settings, greedy=True, temperature=1.0).sampling.temperature == 0
 
 
+@pytest.mark.slow  # test_rollouts.py has an engine that compiles nothing after its first session
 def test_after_the_warm_up_nothing_is_compiled():
     # With the sizes of `server`, whose programs these are.
     settings = ServerSettings(

@@ -114,18 +114,20 @@ def test_the_newest_whole_one_is_used(copied, learner, state):
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda folder: truncate(largest_file(folder / "learner")),
+        pytest.param(lambda folder: truncate(largest_file(folder / "learner")), marks=pytest.mark.slow),
         lambda folder: largest_file(folder / "learner").unlink(),
-        lambda folder: flip(largest_file(folder / "learner"), 0.2),
+        pytest.param(lambda folder: flip(largest_file(folder / "learner"), 0.2), marks=pytest.mark.slow),
         lambda folder: flip(largest_file(folder / "learner"), 0.7),
         lambda folder: truncate(largest_file(folder / "run")),
-        lambda folder: largest_file(folder / "run").unlink(),
+        pytest.param(lambda folder: largest_file(folder / "run").unlink(), marks=pytest.mark.slow),
         lambda folder: largest_file(folder / "run").write_text(
             largest_file(folder / "run").read_text().replace('"iteration": 3', '"iteration": 4')
         ),
         lambda folder: shutil.rmtree(folder / "learner"),
         lambda folder: largest_file(folder / "run").write_text("[" * 100_000),
-        lambda folder: largest_file(folder / "learner").write_bytes(b"noise" * 100),
+        pytest.param(
+            lambda folder: largest_file(folder / "learner").write_bytes(b"noise" * 100), marks=pytest.mark.slow
+        ),
         lambda folder: largest_file(folder / "run").write_text('{"record": [[0, 1], ["a", 2]], "checksum": ""}'),
     ],
     ids=["cut", "gone", "bit early", "bit late", "record cut", "record gone", "record changed", "no arrays",
