@@ -191,7 +191,7 @@ class ResponseStore:
     """
 
     def __init__(self, file: pathlib.Path, header: Header, *, regrade: bool = False):
-        self.file, self.header = file, header
+        self.file, self.header, self._regrade = file, header, regrade
         self._header_file = file.with_suffix(HEADER)
         self._by_draw: dict[str, dict[int, GradedResponse]] = collections.defaultdict(dict)
         if self._size():
@@ -237,21 +237,25 @@ class ResponseStore:
 
     def __enter__(self) -> "ResponseStore":
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        if not self._size():  # a header without responses is of a file that was removed
-            self._write_header()
-        self._stream = self.file.open("ab")
-        try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._stream.close()
-            raise ValueError(
-                f"{buckets.origin(self.file)} is being written by another process: wait for it, or end it."
-            ) from error
-        if self._size() != self._seen_bytes:  # another process has written since
-            self._read()
-        os.truncate(self.file, sum(map(len, finished_lines(self.file))))
-        for part in self._parts:
-            self._take_over(part)
+        with contextlib.ExitStack() as opened:
+            self._stream = opened.enter_context(self.file.open("ab"))
+            try:
+                fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(
+                    f"{buckets.origin(self.file)} is being written by another process: wait for it, or end it."
+                ) from error
+            # Behind the lock: the header belongs to the responses of the process that has it.
+            if not self._size():  # a header without responses is of a file that was removed
+                self._write_header()
+            else:
+                self._check(read_header(self.file), self._regrade)
+            if self._size() != self._seen_bytes:  # another process has written since
+                self._read()
+            os.truncate(self.file, sum(map(len, finished_lines(self.file))))
+            for part in self._parts:
+                self._take_over(part)
+            opened.pop_all()
         self._parts = []
         return self
 

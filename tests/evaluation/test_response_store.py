@@ -129,6 +129,21 @@ def test_what_another_process_added_in_between_stays(file):
     assert file.read_bytes().count(b"\n") == 8
 
 
+def test_a_process_that_is_refused_leaves_the_header(tmp_path):
+    """The header is that of the process that writes, also before its first response is there."""
+    file, others = tmp_path / "set.jsonl", HEADER | {"drawn": HEADER["drawn"] | {"seed": 1}}
+    with ResponseStore(file, HEADER) as first:
+        second, third = ResponseStore(file, others), ResponseStore(file, others)
+        with pytest.raises(ValueError, match="is being written by another process"):
+            second.__enter__()
+        first.add(entries("a"))
+    assert len(ResponseStore(file, HEADER)) == 2
+    with pytest.raises(ValueError, match="drawn with other settings"):  # it was empty when `third` read it
+        third.__enter__()
+    with ResponseStore(file, HEADER):
+        pass
+
+
 def test_regrade(file, monkeypatch):
     """All stored responses are graded again, some at a time."""
     standins.constants(monkeypatch, response_store, REGRADED_AT_ONCE=3)
