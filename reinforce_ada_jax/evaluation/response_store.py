@@ -147,6 +147,19 @@ def read_header(file: pathlib.Path) -> Header:
     return found
 
 
+def check_model(folder: pathlib.Path, fingerprint: str) -> None:
+    """Raises ValueError if `folder` holds responses of other weights: its results are those of one model."""
+    for header in sorted(folder.glob(f"*{HEADER}")):
+        file = header.with_name(header.name.removesuffix(HEADER) + ".jsonl")
+        stored = read_header(file)["drawn"].get("model") if file.exists() and file.stat().st_size else fingerprint
+        if stored != fingerprint:
+            raise ValueError(
+                f"{buckets.origin(file)} holds responses of another model (fingerprint {stored!s:.12}, now "
+                f"{fingerprint:.12}), and one folder has the results of one model: give another --output, or remove "
+                "its files."
+            )
+
+
 def with_stored_dtype(config: Config, files: Iterable[pathlib.Path]) -> Config:
     """Returns `config`; model.compute_dtype "auto" becomes that of the first store which is there.
 

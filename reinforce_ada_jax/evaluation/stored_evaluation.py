@@ -112,16 +112,20 @@ def _stores(
     benchmarks: Benchmarks,
     words: Mapping[str, int],
     output: pathlib.Path,
+    source: PolicySource,
     iteration: int,
-    fingerprint: str,
 ) -> dict[str, ResponseStore]:
     """Returns the store of each benchmark; ValueError where a file has draws of another policy or with other settings.
+
+    Of model folders, one folder of responses has those of one: its results.json names a single model.
 
     `words` are the first words of the addresses, because two commands may have drawn two benchmarks with equal ids and
     the same noise.
     """
     settings, graders = config.evaluation, components_lib.benchmark_graders(config)
-    stores = {}
+    fingerprint, stores = source.fingerprint(iteration), {}
+    if source.workdir is None:
+        response_store.check_model(output, fingerprint)
     for name, prompts in benchmarks.items():
         drawn = response_store.drawn_with(
             config, fingerprint, settings, settings.samples, prompts,
@@ -160,7 +164,7 @@ def evaluate(
         rates = _initial_pass_rates(initial, benchmarks) if processes.is_writer() else {}
         output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
         words = evaluator.streams(benchmarks, iteration)
-        stores = _stores(config, components, benchmarks, words, output, iteration, source.fingerprint(iteration))
+        stores = _stores(config, components, benchmarks, words, output, source, iteration)
         missing = {
             name: response_store.wanted_by_writer(prompts, stores[name].missing(prompts, settings.samples))
             for name, prompts in benchmarks.items()

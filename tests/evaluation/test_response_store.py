@@ -144,6 +144,23 @@ def test_a_process_that_is_refused_leaves_the_header(tmp_path):
         pass
 
 
+def test_a_folder_has_the_responses_of_one_model(tmp_path):
+    """Folders of two models may have one name, and so one default folder of responses."""
+
+    def of(model):
+        return HEADER | {"drawn": HEADER["drawn"] | {"model": model}}
+
+    response_store.check_model(tmp_path / "none", "b")
+    with ResponseStore(tmp_path / "x.jsonl", of("a")) as store:
+        response_store.check_model(tmp_path, "b")  # it has no response yet
+        store.add(entries("a"))
+    response_store.check_model(tmp_path, "a")
+    with pytest.raises(ValueError, match="x.jsonl holds responses of another model .*give another --output"):
+        response_store.check_model(tmp_path, "b")
+    (tmp_path / "x.jsonl").unlink()
+    response_store.check_model(tmp_path, "b")
+
+
 def test_regrade(file, monkeypatch):
     """All stored responses are graded again, some at a time."""
     standins.constants(monkeypatch, response_store, REGRADED_AT_ONCE=3)
