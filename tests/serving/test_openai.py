@@ -396,6 +396,17 @@ def test_the_first_wrong_item_of_a_list_ends_its_check():
         protocol.parse(kind, body)
 
 
+def test_likely_tokens_are_asked_for_with_log_probabilities():
+    """As OpenAI's interface has it: alone the field would have no effect."""
+    asked = {"model": "a", "messages": [{"role": "user", "content": "b"}], "top_logprobs": 2}
+    with pytest.raises(protocol.Invalid, match="send logprobs=true") as refused:
+        _ = protocol.parse(protocol.ChatRequest, json.dumps(asked).encode()).num_top_logprobs
+    assert refused.value.param == "top_logprobs"
+    for changes, number in (({"logprobs": True}, 2), ({"top_logprobs": 0}, None)):
+        body = json.dumps(asked | changes).encode()
+        assert protocol.parse(protocol.ChatRequest, body).num_top_logprobs == number
+
+
 def wait_until(condition, within_s=30.0):
     limit = time.monotonic() + within_s
     while not condition():

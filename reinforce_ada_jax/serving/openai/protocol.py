@@ -200,6 +200,8 @@ class ChatRequest(Request):
 
     @property
     def num_top_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise Invalid("top_logprobs is given without logprobs: send logprobs=true as well.", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
