@@ -24,6 +24,7 @@ from tests import standins
 
 tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
+from tinker.types import optimizer  # noqa: E402
 
 from reinforce_ada_jax import serve  # noqa: E402
 from reinforce_ada_jax.data.tokenizer import Tokenizer  # noqa: E402
@@ -31,6 +32,7 @@ from reinforce_ada_jax.policy import adapter_files, huggingface  # noqa: E402
 from reinforce_ada_jax.serving import http as http_lib  # noqa: E402
 from reinforce_ada_jax.serving.settings import ServerSettings, bind  # noqa: E402
 from reinforce_ada_jax.serving.tinker import adapters as adapters_lib  # noqa: E402
+from reinforce_ada_jax.serving.tinker import protocol  # noqa: E402
 from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import service as service_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
@@ -207,6 +209,39 @@ def test_losses_are_those_of_the_formulas(client, loss):
     if loss == "ppo":
         wider = {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}
         assert found(wider) == pytest.approx(expected(0.5, 3.0), rel=1e-5)
+
+
+def test_bounds_of_a_loss_are_numbers_in_either_field():
+    """The first clients had the older field alone; a text is no bound."""
+    message = protocol.pb2.ForwardBackwardRequest(model_id="a", seq_id=1, loss_fn="ppo")
+    row = message.data.add()
+    row.model_input.add().encoded_text.tokens = np.array([5, 6], np.int32).tobytes()
+    for name in ("target_tokens", "logprobs", "advantages"):
+        row.loss_fn_inputs[name].dense = np.zeros(2, np.float32).tobytes()
+        row.loss_fn_inputs[name].dtype = protocol.pb2.DTYPE_FLOAT32
+
+    def clip():
+        return protocol.parse_loss_request(message.SerializeToString(), vocab_size=9, max_tokens=9).clip
+
+    message.loss_fn_config["clip_low_threshold"] = 0.5
+    assert (clip().low, clip().high) == (0.5, 1.2)
+    message.loss_fn_config_v2["clip_low_threshold"].number = 0.25
+    assert clip().low == 0.25
+    message.loss_fn_config_v2["clip_high_threshold"].text = "3"
+    with pytest.raises(ValueError, match="clip_high_threshold = '3'; it must be a number"):
+        clip()
+
+
+def test_a_checkpoint_is_not_loaded_for_another_optimizer(tmp_path):
+    service = service_lib.Service(settings_for(tmp_path), tmp_path, {})
+    asked = types.LoadWeightsRequest(
+        session_id="a", model_seq_id=0, path="tinker://a/weights/b", optimizer=False,
+        optimizer_config=optimizer.DimuonOptimizerConfig(),
+    )  # fmt: skip
+    request = store_lib.RequestRow(1, "a:train:0:0", "a:train:0", 0, "load_weights", asked.model_dump_json().encode())
+    with pytest.raises(ValueError, match="the optimizer is 'dimuon'; this server has adamw"):
+        worker_lib.Worker(service)._load_weights(request)
+    service.store.close()
 
 
 @pytest.mark.slow  # test_lora.py has rows with adapters of their own

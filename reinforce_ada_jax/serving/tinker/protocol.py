@@ -81,8 +81,13 @@ def parse_loss_request(body: bytes, vocab_size: int, max_tokens: int) -> LossReq
 
 def _clip(message: Any) -> Clip:
     names = {"clip_low_threshold": "low", "clip_high_threshold": "high"}
-    given = {key: value.number for key, value in message.loss_fn_config_v2.items() if value.HasField("number")}
-    unknown = [key for key in message.loss_fn_config_v2 if message.loss_fn not in ("ppo", "cispo") or key not in names]
+    # Clients write numbers into the older field as well; some know no other one.
+    given = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        if key in names and not value.HasField("number"):
+            raise ValueError(f"loss_fn_config has {key} = {value.text!r:.80}; it must be a number.")
+        given[key] = value.number
+    unknown = [key for key in given if message.loss_fn not in ("ppo", "cispo") or key not in names]
     if unknown:
         raise ValueError(f"loss_fn_config has {', '.join(unknown)}, which {message.loss_fn} does not have here.")
     return Clip(**{names[key]: value for key, value in given.items()})

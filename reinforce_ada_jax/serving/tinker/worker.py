@@ -227,8 +227,7 @@ class Worker(DeviceThread):
         self._check_room(asked.session_id)
         if asked.lora_config is None:
             raise ValueError("lora_config is missing: this server trains adapters, not all weights.")
-        if asked.optimizer_config.type != "adamw":
-            raise ValueError(f"the optimizer is {asked.optimizer_config.type!r:.80}; this server has adamw.")
+        _check_optimizer(asked.optimizer_config.type)
         config, base = asked.lora_config, self.service.base(asked.base_model)
         self._check_rank(config.rank)
         targets = (*(ATTENTION if config.train_attn else ()), *(MLP if config.train_mlp else ()))
@@ -241,6 +240,8 @@ class Worker(DeviceThread):
 
     def _load_weights(self, request: RequestRow) -> Result:
         asked = protocol.parse(types.LoadWeightsRequest, request.body)
+        if asked.optimizer_config is not None:
+            _check_optimizer(asked.optimizer_config.type)
         checkpoint = self.service.checkpoint(asked.path)
         base = self.service.base(checkpoint.base)
         chosen, state = adapters.load(self.service.folder(asked.path), base.learner, optimizer=asked.optimizer)
@@ -359,3 +360,8 @@ class Worker(DeviceThread):
         if asked.age_encryption_recipients:
             raise ValueError("age_encryption_recipients: this server does not encrypt checkpoints.")
         return self._save(request, "external_weights", asked.path, asked.ttl_seconds)
+
+
+def _check_optimizer(name: str) -> None:
+    if name != "adamw":
+        raise ValueError(f"the optimizer is {name!r:.80}; this server has adamw.")
