@@ -119,6 +119,10 @@ class Architecture:
         """Weights in all, without the experts that one token does not meet."""
         return self.num_parameters - self.num_layers * (self.layer_weights() - self.layer_weights(active=True))
 
+    def beyond(self, tokens: int) -> str:
+        """Returns a remark for a line on lengths if texts of `tokens` are longer than the model's own; else ""."""
+        return f"; the model was made for {self.max_positions:,} tokens in all" if tokens > self.max_positions else ""
+
     @property
     def described_size(self) -> str:
         """Weights in all, and those that a token meets where these are fewer."""

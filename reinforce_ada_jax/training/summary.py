@@ -79,7 +79,9 @@ def cache(components: Components) -> str:
 def model_and_memory(config: Config, components: Components, who: str) -> list[str]:
     """Returns the lines of `model_and_mesh` and one on memory, for a command that only draws."""
     weight_bytes = components.architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
-    memory = f"memory      weights {weight_bytes / 2**20:,.1f} MiB, {cache(components)}"
+    options = components.engine.options
+    beyond = components.architecture.beyond(options.max_prompt_tokens + options.max_response_tokens)
+    memory = f"memory      weights {weight_bytes / 2**20:,.1f} MiB, {cache(components)}{beyond}"
     return [*model_and_mesh(config, components, who), memory]
 
 
@@ -147,10 +149,7 @@ def summary(
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     ahead = ", while the next iteration is drawn" if config.draws_ahead else ""
     prints = f"; it prints to {buckets.origin(output_file(workdir))}" if config.reward.path else ""
-    longest = options.max_prompt_tokens + options.max_response_tokens
-    made_for = (
-        f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
-    )
+    beyond = architecture.beyond(options.max_prompt_tokens + options.max_response_tokens)
     return "\n".join(
         [
             *model_and_mesh(config, components, str(components.folder)),
@@ -161,7 +160,7 @@ def summary(
             f"{num_prompts:,}), {updates_each} each{ahead}; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",
             f"lengths     prompts up to {options.max_prompt_tokens:,} tokens (template {config.data.template}), "
-            f"responses up to {options.max_response_tokens:,}{made_for}",
+            f"responses up to {options.max_response_tokens:,}{beyond}",
             *([f"reward      {reward}{prints}"] if reward else []),
             f"files       {buckets.origin(workdir)}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
         ]

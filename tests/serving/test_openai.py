@@ -407,6 +407,10 @@ def test_likely_tokens_are_asked_for_with_log_probabilities():
         assert protocol.parse(protocol.ChatRequest, body).num_top_logprobs == number
 
 
+def test_the_first_lines_say_if_texts_may_be_longer_than_the_model_was_made_for(served):
+    assert "responses of up to 4,096; the model was made for 64 tokens in all" in http_lib.summary(SETTINGS, served, 1)
+
+
 def wait_until(condition, within_s=30.0):
     limit = time.monotonic() + within_s
     while not condition():

@@ -43,7 +43,7 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
     weight_bytes = architecture.num_parameters * engine.dtype.itemsize
     stop = ", ".join(f"{id} {served.tokenizer.token(id)!r}" for id in options.stop_ids)
     draws = f"temperature {sampling.temperature}, top_k {sampling.top_k or 'off'}, top_p {sampling.top_p}"
-    longest, made_for = options.max_prompt_tokens + options.max_response_tokens, architecture.max_positions
+    beyond = architecture.beyond(options.max_prompt_tokens + options.max_response_tokens)
     public = not settings.is_loopback
     precision = describe_dtype(engine.dtype, jax.default_backend(), architecture.num_parameters)
     return "\n".join([
@@ -53,7 +53,7 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
         f"memory      weights {weight_bytes / 2**20:,.1f} MiB, cache {engine.cache_bytes / 2**20:,.1f} MiB "
         f"({options.pages} pages of {options.page_size} tokens, {options.slots} slots)",
         f"lengths     prompts up to {options.max_prompt_tokens:,} tokens, responses up to "
-        f"{options.max_response_tokens:,}" + (f"; the model was made for {made_for:,}" * (longest > made_for)),
+        f"{options.max_response_tokens:,}{beyond}",
         f"sampling    {'greedy' if sampling.temperature == 0 else draws}, seed {settings.seed}",
         f"address     {settings.address}:{port}, gRPC without encryption or passwords: "
         + ("anyone who reaches it may use it" if public else "for this machine")
