@@ -30,6 +30,9 @@ ADDRESS_WORDS = 4
 ROWS_PER_SLOT = 4
 # Prompts that a window opens where they may end with a response: 32 of 33,000 tokens are 4 MB, and 300 would be 40.
 MOST_LONG_OPENED = 32
+# Smaller temperatures above 0 count as this one. Logits / temperature are rounded to 24 bits: at 1e-6 log-probabilities
+# were off by 0.4, and at 1e-10 exponentials of the error were infinite, and token 0 was drawn.
+LEAST_TEMPERATURE = 1e-3
 # Texts of earlier responses: 32 MiB at most, unless more prompts are open.
 MOST_DRAFT_TEXTS, MOST_DRAFT_TOKENS = 2**14, 2**23
 
@@ -49,7 +52,7 @@ class SamplingParams:
 
     Attributes:
       max_tokens: response tokens at most.
-      temperature: 0 takes the most probable token.
+      temperature: 0 takes the most probable token; above 0 it counts as at least `LEAST_TEMPERATURE`.
       top_k: draw among the k most probable tokens; 0 for all. Below 2^31.
       top_p: draw among the fewest tokens, of those that top_k leaves, with this probability in sum; in (0, 1].
     """
@@ -71,7 +74,8 @@ class SamplingParams:
     def as_arrays(self) -> Sampling:
         """The same as scalars for the device; thousands of requests share one."""
         return Sampling(
-            max_tokens=np.asarray(self.max_tokens, np.int32), temperature=np.asarray(self.temperature, np.float32),
+            max_tokens=np.asarray(self.max_tokens, np.int32),
+            temperature=np.asarray(self.temperature and max(self.temperature, LEAST_TEMPERATURE), np.float32),
             top_k=np.asarray(self.top_k, np.int32), top_p=np.asarray(self.top_p, np.float32),
         )  # fmt: skip
 

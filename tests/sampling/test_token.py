@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.state import Sampling
+from reinforce_ada_jax.sampling.state import Sampling, SamplingParams
 from reinforce_ada_jax.sampling.token import address, stream
 
 LOGITS = np.array([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.0], np.float32)
@@ -134,6 +134,16 @@ CUTS = [
     (dict(top_k=2, top_p=0.56), [1]),
     (dict(top_k=2, top_p=0.58), [1, 3]),
 ]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-10, 1e-30, 1e-40, 1e-46])
+def test_a_tiny_temperature_takes_the_most_probable_token(temperature):
+    """Without a bound the error of logits / temperature is above 1, and the exponential of it infinite."""
+    logits = np.random.default_rng(0).normal(size=(8, 50), scale=6).astype(np.float32)
+    given = SamplingParams(1, temperature=temperature).as_arrays.temperature
+    tokens, logprobs = sample(logits, keys_of(draws=8), np.arange(8), given)
+    assert tokens.tolist() == logits.argmax(1).tolist()
+    np.testing.assert_allclose(logprobs, 0, atol=1e-2)
 
 
 @pytest.mark.parametrize(("cut", "left"), CUTS, ids=str)

@@ -151,7 +151,8 @@ class Call:
         if not choice.text.has_prompt:
             tokens = np.concatenate([choice.job.tokens, tokens])
         done = functools.partial(self._in_loop, self._scored, choice, reason)
-        choice.score_job = ScoreJob(tokens, self.terms.sampling.temperature or 1.0, done)
+        temperature = float(self.terms.sampling.as_arrays.temperature) or 1.0
+        choice.score_job = ScoreJob(tokens, temperature, done)
         self._backend.scoring.submit(choice.score_job)
 
     def _scored(self, choice: Choice, reason: str, found: Scores | Exception) -> None:
