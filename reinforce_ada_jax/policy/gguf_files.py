@@ -72,7 +72,9 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
 def _rotary(file: pathlib.Path, header: gguf.Header, family: str, theta: float) -> dict[str, Any]:
     """Returns `rope_scaling` where the file has factors; ValueError for a rotation that is not supported."""
     metadata, factors = header.metadata, header.tensors.get(ROPE_FACTORS)
-    kind = metadata.get(f"{family}.rope.scaling.type", "none")
+    # Files of 2023 have a factor alone, under either name; llama.cpp takes it for a linear one.
+    factor = metadata.get(f"{family}.rope.scaling.factor", metadata.get(f"{family}.rope.scale_linear", 0.0))
+    kind = metadata.get(f"{family}.rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
     if kind != "none":
         raise ValueError(f"its rotary scaling is {kind!r:.60}, which is not supported")
     rotated = metadata.get(f"{family}.rope.dimension_count")

@@ -165,6 +165,8 @@ def test_tokenizers_that_are_not_known_are_refused(changes, message, tmp_path):
         ({"qwen2.embedding_length": 64}, "config.json asks for"),
         ({"qwen2.attention.head_count": None}, "num_attention_heads"),
         ({"qwen2.rope.scaling.type": "yarn"}, "its rotary scaling is 'yarn'"),
+        ({"qwen2.rope.scaling.factor": 4.0}, "its rotary scaling is 'linear'"),
+        ({"qwen2.rope.scale_linear": 2.0}, "its rotary scaling is 'linear'"),
         ({"qwen2.rope.dimension_count": 2}, "it rotates 2 of the 8 components of a head"),
         ({"qwen2.rope.freq_base": "fast"}, "qwen2.rope.freq_base is 'fast', no number"),
         ({"general.alignment": 0}, "its alignment is 0"),
