@@ -6,6 +6,7 @@ rows of TRL, verl, tunix, OpenAI's files and the published prompt sets without a
 
 import collections
 import dataclasses
+import decimal
 import itertools
 import json
 import re
@@ -125,10 +126,8 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, 
     if columns.answer == NO_ANSWER and (columns.required or not found):
         return "", "no column"
     name, value = _find(row, "answer", columns, where)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0:
-        return str(value), repr(name)
+        return _digits(value), repr(name)
     if isinstance(value, list | dict) and name in (columns.answer, "reward_model.ground_truth"):
         return json.dumps(value, ensure_ascii=False), f"{name!r} (as JSON)"
     if not isinstance(value, str):
@@ -139,6 +138,13 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, 
     if boxed:
         return boxed, rf"{name!r} (in \boxed{{}})"
     return _without_commas(value) if name == "short_answer" else value, repr(name)
+
+
+def _digits(number: int | float) -> str:
+    """Returns a number in digits, with no exponent: graders read the e of 5e-05 as a letter. 72.0 is 72."""
+    if isinstance(number, int):
+        return str(number)
+    return format(decimal.Decimal(repr(number + 0.0)), "f").removesuffix(".0")  # + 0.0: no -0
 
 
 def _without_commas(answer: str) -> str:

@@ -94,9 +94,13 @@ def test_a_folder(tmp_path, monkeypatch, saved):
     [
         ({"answer": 72}, "72"),
         ({"answer": 72.0}, "72"),
+        ({"answer": -0.0}, "0"),
+        ({"answer": 0.25}, "0.25"),
+        ({"answer": 5e-05}, "0.00005"),  # not 5e-05, with which math grades 0.00005 as wrong
+        ({"answer": -1.5e23}, "-150000000000000000000000"),  # not the digits of the nearest double
         ({"answer": 10**400}, "1" + 400 * "0"),
         ({"answer": 0.5}, "0.5"),
-        ({"answer": -1e-7}, "-1e-07"),
+        ({"answer": -1e-7}, "-0.0000001"),
         ({"answer": "(1, 2)"}, "(1, 2)"),
         ({"answer": "#### 1,234"}, "1234"),
         ({"answer": "So\n#### (1, 2)\n"}, "(1, 2)"),
