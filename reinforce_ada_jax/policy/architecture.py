@@ -28,7 +28,8 @@ MAX_POSITIONS = {
     "llama": 2048, "olmo2": 2048, "olmo3": 2048, "olmoe": 4096, "mistral": 4096 * 32, "ministral": 4096 * 32,
     "gemma3_text": 4096 * 32, "gpt_oss": 4096 * 32,
 }  # fmt: skip
-THETAS = {"olmo3": 5e5, "gemma3_text": 1e6, "gpt_oss": 1.5e5}  # of other families: 1e4
+THETAS = {"smollm3": 2e6, "olmo3": 5e5, "gemma3_text": 1e6, "gpt_oss": 1.5e5}  # of other families: 1e4
+WINDOWS = {"gpt_oss": 128}  # of other families: 4096
 EPSILONS = {"olmo2": 1e-5, "olmo3": 1e-5, "olmoe": 1e-5, "gpt_oss": 1e-5}  # of other families: 1e-6
 PATTERNS = {"olmo3": 4, "gemma3_text": 6, "gpt_oss": 2}  # the last of that many layers does not slide
 HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}  # of other families: hidden_size / num_attention_heads
@@ -200,7 +201,7 @@ def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
     """The layers with a sliding window, by `layer_types`; without it all, or all but the last of a pattern."""
     layers = config["num_hidden_layers"]
     if family == "mistral" or (family == "ministral" and not config.get("layer_types")):
-        return tuple(range(layers)) if config.get("sliding_window") is not None else ()
+        return tuple(range(layers)) if config.get("sliding_window", 4096) is not None else ()
     if family not in SLIDING:
         return ()
     pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or PATTERNS.get(family, 1)
@@ -323,7 +324,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         qk_norm_whole=family in ("olmo2", "olmo3", "olmoe"),
         norm_place={"olmo2": "after", "olmo3": "after", "gemma3_text": "around"}.get(family, "before"),
         unrotated_layers=_unrotated_layers(config) if family == "smollm3" else (),
-        window=(config.get("sliding_window") or 4096) if sliding_layers else 0,
+        window=(config.get("sliding_window") or WINDOWS.get(family, 4096)) if sliding_layers else 0,
         sliding_layers=sliding_layers,
         sliding_theta=_sliding_theta(config, 1e4 if is_gemma else theta) if family in OWN_THETAS else None,
         query_scalar=None if scalar == head_dim else scalar,

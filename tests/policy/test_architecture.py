@@ -316,6 +316,26 @@ def test_null_is_no_value():
 
 
 @pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (MISTRAL_7B, (4096, 32)),
+        (MISTRAL_7B | {"model_type": "ministral"}, (4096, 32)),
+        (GPT_OSS_20B, (128, 12)),
+    ],
+    ids=["mistral", "ministral", "gpt_oss"],
+)
+def test_windows_that_are_left_out_are_those_of_transformers(config, expected):
+    """The attributes of MistralConfig, MinistralConfig and GptOssConfig of transformers 5.23."""
+    found = from_hf({name: value for name, value in config.items() if name != "sliding_window"})
+    assert (found.window, len(found.sliding_layers)) == expected
+
+
+def test_a_rotary_base_that_is_left_out_is_that_of_transformers():
+    smollm3 = {name: value for name, value in SMOLLM3_3B.items() if name not in ("rope_theta", "rope_parameters")}
+    assert from_hf(smollm3).rope_theta == 2e6
+
+
+@pytest.mark.parametrize(
     "change, message",
     [
         (
