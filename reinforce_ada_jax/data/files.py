@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import decimal
 import gzip
 import importlib
 import io
@@ -102,6 +103,8 @@ def json_values(value: Any) -> Any:
         return [json_values(each) for each in value]
     if isinstance(value, float):
         return value if value - value == 0 else None
+    if isinstance(value, decimal.Decimal):
+        value = format(value, "f")  # without an exponent, as rows.py writes numbers
     if value is None or isinstance(value, str | bool | int):
         return value
     try:

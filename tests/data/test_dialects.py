@@ -1,5 +1,6 @@
 """Rows as users of TRL, verl, tunix and OpenAI write them: all files of dialects/ hold the same four problems."""
 
+import decimal
 import importlib.util
 import json
 import pathlib
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from reinforce_ada_jax.data.files import json_values
 from reinforce_ada_jax.data.problems import description
 from reinforce_ada_jax.data.prompts import benchmark_name, load_problems
 from reinforce_ada_jax.data.rows import Columns, to_problems
@@ -120,6 +122,12 @@ def test_a_folder(tmp_path, monkeypatch, saved):
 def test_answers(answer, expected):
     """The answer is found in each of its columns."""
     assert read({"problem": "q", **answer}) == ("q", expected)
+
+
+def test_decimals_of_parquet_have_no_exponent():
+    assert json_values({"answer": [decimal.Decimal("5E-8"), decimal.Decimal("72.00")]}) == {
+        "answer": ["0.00000005", "72.00"]
+    }
 
 
 def test_named_columns():
