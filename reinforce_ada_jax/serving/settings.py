@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 # Flags of some interfaces only, by their heading in `--help`.
 INTERFACES = {
     "Flags of --api=openai": ("replicas", "tensor"),
-    "Flags of --api=openai and --api=tinker": ("api_key", "request_mib", "request_s"),
+    "Flags of --api=openai and --api=grpc": ("greedy", "temperature", "top_k", "top_p"),
+    "Flags of --api=openai and --api=tinker": ("api_key", "request_mib"),
     "Flags of --api=tinker": ("adapters", "max_rank", "models", "session_s", "sessions", "workdir"),
     "Flags of --api=grpc": ("peer_calls",),
 }

@@ -408,6 +408,16 @@ def test_settings_that_are_refused(capsys, changes, parts):
     assert all(part in shown.err for part in parts), shown.err
 
 
+def test_flags_belong_to_interfaces():
+    """Requests of the tinker client always name their sampling: flags for it would have no effect."""
+    tinker = ServerSettings("a", "tinker", workdir="w", request_s=5.0)
+    tinker.check()
+    for changes in ({"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}, {"greedy": True}):
+        with pytest.raises(ValueError, match="is a flag of --api=openai and --api=grpc, and --api is 'tinker'"):
+            dataclasses.replace(tinker, **changes).check()
+    ServerSettings("package:cipher", "grpc", temperature=0.5, top_k=5, request_s=5.0).check()
+
+
 def test_weights_that_do_not_fit(tmp_path, capfd):
     """They are read after the address is taken: the message is the same."""
     shutil.copytree(CIPHER, tmp_path / "model")
