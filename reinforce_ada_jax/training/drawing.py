@@ -62,15 +62,20 @@ class Drawn:
 
 
 def choose(run: Run, state: RunState, stored: CollectedShard | None = None) -> Source:
-    """Returns the prompts of the iteration after `state`, and the weights that it is drawn from."""
+    """Returns the prompts of the iteration after `state`, and the weights that it is drawn from.
+
+    A selection may offer more replacements than the strategy's `extra_batches` allow: the others are left out.
+    """
     iteration, count = state.iteration + 1, run.config.collection.prompts_per_iteration
+    choice = selection.choose(run.selection, count, run.config.seed, iteration)
+    allowed = choice.replacements[: run.strategy.extra_batches * count]
     if state.sampler is None:
         weights, version = run.policy(state), state.iteration
     else:
         weights, version = state.sampler, state.iteration - 1
     return Source(
         iteration=iteration,
-        choice=selection.choose(run.selection, count, run.config.seed, iteration),
+        choice=dataclasses.replace(choice, replacements=allowed),
         weights=weights,
         policy_version=version,
         partial_rollouts=state.partial_rollouts,
