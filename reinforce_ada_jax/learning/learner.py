@@ -129,6 +129,8 @@ class Learner:
         self.platform = platform_lib.of_mesh(mesh, config.learning, architecture, dtype)
         platform_lib.check_parts(self.platform, mesh, config)
         self._loss_config = loss_config(config)
+        # Responses whose advantage is 0 have a gradient, too.
+        self.loss_needs_all = token_losses.has_slope_without_advantage(self._loss_config.loss)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
         self._optimizer = make_optimizer(config.learning, config.num_updates)
         self._temperature = config.sampling.temperature

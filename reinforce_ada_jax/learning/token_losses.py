@@ -5,7 +5,7 @@ A loss of the user's is a function in a file, with the signature of those in `LO
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +114,9 @@ def sapo(config: LossConfig, ratio: Tokens, logprobs: Tokens, advantages: Tokens
 
 LOSSES: dict[str, TokenLossFn] = {"ppo": ppo, "cispo": cispo, "sapo": sapo}
 
+# Settings with which a user's loss is tried.
+_TRIAL = LossConfig(clip_low=0.2, clip_high=0.2, dual_clip=10.0, aggregation="token-mean")
+
 
 def load(loss: str) -> str | TokenLossFn:
     """Returns the loss that `learning.loss` names: its name, or the function of a user's file.
@@ -140,13 +143,7 @@ def load(loss: str) -> str | TokenLossFn:
             )
         return result
 
-    def total(logprobs: Tokens) -> Array:
-        return checked(example, jnp.exp(logprobs - old), logprobs, advantages).loss.sum()
-
-    example = LossConfig(clip_low=0.2, clip_high=0.2, dual_clip=10.0, aggregation="token-mean")
-    old, logprobs = jnp.full((2, 3), -1.0), jnp.array([[-1.5, -1.0, -0.5]] * 2)
-    advantages = jnp.array([[1.0] * 3, [-1.0] * 3])
-    value, slopes = jax.jit(jax.value_and_grad(total))(logprobs)
+    value, slopes = _tried(checked, [-0.5, 0.0, 0.5], [1.0, -1.0])
     if not (jnp.isfinite(value) and jnp.isfinite(slopes).all()):
         raise ValueError(
             f"{setting}, whose loss is {value:g} for advantages of 1 and -1 and ratios of 0.6 to 1.6, with slopes from "
@@ -158,6 +155,24 @@ def load(loss: str) -> str | TokenLossFn:
             "of 0.6 to 1.6: nothing would be learned. Compute it from `ratio` or `logprobs`."
         )
     return checked
+
+
+def _tried(
+    loss: TokenLossFn, log_ratios: Sequence[float], advantages: Sequence[float]
+) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+    """Returns the summed loss of tokens with all log ratios and advantages, and its slopes to log-probabilities."""
+    old = np.full((len(advantages), len(log_ratios)), -1.0 - max(log_ratios), np.float32)
+    of_rows = np.broadcast_to(np.array(advantages, np.float32)[:, None], old.shape)
+
+    def total(logprobs: Tokens) -> Array:
+        return loss(_TRIAL, jnp.exp(logprobs - old), logprobs, jnp.asarray(of_rows)).loss.sum()
+
+    return jax.jit(jax.value_and_grad(total))(jnp.asarray(old + np.array(log_ratios, np.float32)))
+
+
+def has_slope_without_advantage(loss: str | TokenLossFn) -> bool:
+    """Returns True if a token with advantage 0 has a gradient: under some losses of users, and none of `LOSSES`."""
+    return not isinstance(loss, str) and bool(_tried(loss, [-3.0, -0.5, -0.1, 0.0, 0.1, 0.5, 3.0], [0.0])[1].any())
 
 
 class SampledTokens(NamedTuple):

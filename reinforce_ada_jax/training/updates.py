@@ -143,7 +143,8 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
 
     Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO); with one update
     an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows where they
-    contribute nothing to the gradient; they count in its denominators.
+    contribute nothing to the gradient: without an entropy or KL term, or a user's loss that has terms without the
+    advantage. They count in its denominators.
 
     Before each program of the scoring, all processes agree that the run goes on. The scores of the minibatch before are
     complete then, because a checkpoint would have to wait for queued programs.
@@ -164,7 +165,7 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
             max_response_tokens=config.sampling.max_response_tokens,
             num_rows=batch_rows(config, run.strategy, run.learner.micro_rows, len(kept)),
             per_row=config.learning.responses_per_row,
-            micro_rows=None if config.regularized else run.learner.micro_rows,
+            micro_rows=None if config.regularized or run.learner.loss_needs_all else run.learner.micro_rows,
             regularized=regularizes_first_rounds(config, run.strategy),
             architecture=run.learner.architecture,
         )

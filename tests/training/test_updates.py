@@ -14,6 +14,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.averages import Averages
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
@@ -387,6 +388,19 @@ def test_zero_advantages_are_computed_where_another_term_needs_them(updates, ter
     made, _ = updates(**ONE, **{f"learning.{term}": 0.01})
     (minibatch,) = deal(made, all_correct(make_groups(made.config), {0, 1, 3, 4}))
     assert (minibatch.batch.response_length > 0).sum() == 24 and not minibatch.batch.left_out.any()
+
+
+@pytest.mark.parametrize(
+    ("penalty", "computed"), [("0.1 * (ratio - 1) ** 2", 24), ("0.1 * (ratio - 1) * advantages", 8)]
+)
+def test_zero_advantages_are_computed_where_a_users_loss_has_terms_without_them(updates, tmp_path, penalty, computed):
+    (tmp_path / "mine.py").write_text(
+        f"def mine(config, ratio, logprobs, advantages):\n    return {penalty} - ratio * advantages\n"
+    )
+    made, _ = updates(**ONE, **{"learning.loss": f"{tmp_path / 'mine.py'}:mine"})
+    made.learner.loss_needs_all = Learner(ARCHITECTURE, made.config, mesh_lib.make_mesh(1, 1, 1)).loss_needs_all
+    (minibatch,) = deal(made, all_correct(make_groups(made.config), {0, 1, 3, 4}))
+    assert (minibatch.batch.response_length > 0).sum() == computed
 
 
 def test_an_update_that_computed_nothing_says_nothing_of_the_entropy():
