@@ -213,11 +213,13 @@ def weights_are_finite(collection: CollectionConfig) -> None:
 def correction_fits(collection: CollectionConfig) -> None:
     """A correction has its own weights and baseline; objectives other than identity need one where pools are kept."""
     kind, strategy, objective = correction(collection), collection.strategy, collection.objective
-    if objective == "maxrl" and (strategy != "grpo" or kind != "none" or collection.keep or collection.baseline):
+    other_weights = collection.keep or collection.baseline or collection.normalize_by_std
+    if objective == "maxrl" and (strategy != "grpo" or kind != "none" or other_weights):
         raise ValueError(
             f"collection.objective is 'maxrl' with the strategy {strategy} and the correction {kind}: it has "
-            "weights of its own over one fixed round. Use the strategy grpo without keep, baseline and correction, or "
-            "the objective log with the correction exact, which climbs the same with adaptive rounds."
+            "weights of its own over one fixed round. Use the strategy grpo without keep, baseline, normalize_by_std "
+            "and correction, or the objective log with the correction exact, which climbs the same with adaptive "
+            "rounds."
         )
     if collection.control_variate != "none" and kind != "exact":
         raise ValueError(

@@ -217,6 +217,10 @@ COLLECTION_MISTAKES = [
     ({"objective": "pass_at_k", "objective_k": 33}, "objective_k is 33, but a prompt gets at most 32 draws"),
     ({"strategy": "ngu", "objective": "log", "retry_probability": 0.0}, "which divides by it"),
     ({"objective": "maxrl"}, "'maxrl' with the strategy balance.*the objective log with the correction exact"),
+    (
+        {"strategy": "grpo", "objective": "maxrl", "normalize_by_std": True},
+        "without keep, baseline, normalize_by_std and correction",
+    ),
     ({"control_variate": "0.03"}, "it belongs to the correction exact"),
     *[({"control_variate": text}, f"is '{text}'; it must be none, noise, or a number") for text in ("constant", "nan")],
     (
