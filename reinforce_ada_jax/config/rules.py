@@ -264,14 +264,18 @@ def rows_are_cut(config: Config) -> None:
 
 def corrections_weigh_whole_responses(config: Config) -> None:
     """aggregation is not seq-mean-token-mean with a correction or with the objective maxrl."""
-    collection, aggregation = config.collection, config.learning.aggregation
+    collection = config.collection
     kind = correction(collection)
-    corrected = kind != "none" or collection.objective == "maxrl"
-    if corrected and aggregation == "seq-mean-token-mean":
+    if kind != "none" or collection.objective == "maxrl":
+        _check_aggregation(config, f"the correction {kind} and the objective {collection.objective}")
+
+
+def _check_aggregation(config: Config, weighs: str) -> None:
+    aggregation = config.learning.aggregation
+    if aggregation == "seq-mean-token-mean":
         raise ValueError(
-            f"learning.aggregation is {aggregation!r} with the correction {kind} and the objective "
-            f"{collection.objective}: it divides the weight of a response by its length, so the update no longer "
-            "climbs the objective. Use token-mean or seq-mean-token-sum."
+            f"learning.aggregation is {aggregation!r} with {weighs}: it divides the weight of a response by its "
+            "length, so the update no longer climbs the objective. Use token-mean or seq-mean-token-sum."
         )
 
 
@@ -338,11 +342,13 @@ def _check_age(config: Config, name: str, max_age: int) -> None:
         )
 
 
-def check_strategy(config: Config, *, max_age: int | None, estimates: bool) -> None:
-    """Raises ValueError if a user's strategy does not fit the devices; the rules check the built-in ones.
+def check_strategy(config: Config, *, max_age: int | None, estimates: bool, weighs: bool = False) -> None:
+    """Raises ValueError if a user's strategy does not fit devices and loss; the rules check the built-in ones.
 
-    `max_age` and `estimates` are those of the `Strategy`.
+    `max_age` and `estimates` are those of the `Strategy`; `weighs` is True if it has `coefficients`.
     """
+    if weighs:
+        _check_aggregation(config, f"the coefficients of {config.collection.strategy}")
     if max_age is not None:
         _check_age(config, f"max_age of {config.collection.strategy}", max_age)
     if estimates:

@@ -69,7 +69,9 @@ def read_inputs(
     config_lib.check(config)
     check_installed(config.logging.trackers)
     strategy = strategies.build(config.collection, regularized=config.regularized)
-    config_lib.check_strategy(config, max_age=strategy.max_age, estimates=strategy.estimates)
+    config_lib.check_strategy(
+        config, max_age=strategy.max_age, estimates=strategy.estimates, weighs=strategy.coefficients is not None
+    )
     config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)

@@ -371,6 +371,10 @@ def test_a_users_strategy_is_checked_when_it_is_built():
     with pytest.raises(ValueError, match="estimator.kind is 'value', .* use 'ema'"):
         config_lib.check_strategy(split, max_age=None, estimates=True)
     config_lib.check_strategy(changed(**mine), max_age=7, estimates=True)
+    by_length = changed(**mine, **{"learning.aggregation": "seq-mean-token-mean"})
+    config_lib.check_strategy(by_length, max_age=None, estimates=False)
+    with pytest.raises(ValueError, match="with the coefficients of mine.py:f: it divides the weight of a response"):
+        config_lib.check_strategy(by_length, max_age=None, estimates=False, weighs=True)
 
 
 def test_a_users_strategy_is_looked_for_when_it_is_built():
