@@ -280,8 +280,15 @@ def _check_aggregation(config: Config, weighs: str) -> None:
 
 
 def importance_has_a_cap(config: Config) -> None:
-    """Importance "sequence" and "mask" have a cap."""
+    """Importance "sequence" and "mask" have a cap, which with "mask" is at least 1."""
     learning = config.learning
+    cap = learning.truncated_is_cap
+    if learning.importance == "mask" and cap is not None and cap < 1:
+        raise ValueError(
+            f"learning.truncated_is_cap is {cap} with the importance mask, under which a larger weight counts as 0: "
+            "tokens of the current weights have the weight 1, and nothing would be learned from them. Set it to at "
+            "least 1 (IcePop has 5.0)."
+        )
     if learning.importance != "token" and learning.truncated_is_cap is None:
         raise ValueError(
             f"learning.importance is {learning.importance!r}, but learning.truncated_is_cap is None: set the largest "

@@ -33,9 +33,9 @@ def terms_and_slopes(config, ratios, advantages, log_weights=None, segments=None
     return terms, slopes
 
 
-def changed(key, value):
+def changed(settings):
     config = config_lib.defaults()
-    config.update_from_flattened_dict({"model.path": "model", "data.prompts": "prompts.jsonl", key: value})
+    config.update_from_flattened_dict({"model.path": "model", "data.prompts": "prompts.jsonl"} | settings)
     return config_lib.validate(config)
 
 
@@ -126,7 +126,7 @@ def test_garbage_under_the_mask_reaches_no_loss(loss):
 def test_a_loss_of_the_users_own(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def plain(config, ratio, logprobs, advantages):\n    return -ratio * advantages\n")
-    settings = loss_config(changed("learning.loss", f"{path}:plain"))
+    settings = loss_config(changed({"learning.loss": f"{path}:plain"}))
     terms, slopes = terms_and_slopes(settings, [[2.0]], [[3.0]])
     np.testing.assert_allclose([terms.loss, slopes], [[[-6.0]], [[-6.0]]], rtol=1e-6)
     assert not terms.clipped.any()
@@ -153,8 +153,10 @@ def test_a_loss_of_another_shape_is_refused_before_training(tmp_path, result, sa
 def test_what_is_refused():
     """Unknown losses and weights are named."""
     with pytest.raises(ValueError, match="it must be one of ppo, cispo, sapo, or name a function of yours"):
-        changed("learning.loss", "pppo")
+        changed({"learning.loss": "pppo"})
     with pytest.raises(ValueError, match="learning.importance is 'mask', but learning.truncated_is_cap is None"):
-        changed("learning.importance", "mask")
+        changed({"learning.importance": "mask"})
+    with pytest.raises(ValueError, match="cap is 0.9 with the importance mask, .* nothing would be learned"):
+        changed({"learning.importance": "mask", "learning.truncated_is_cap": 0.9})
     with pytest.raises(ValueError, match="importance is 'row'"):
         weights_of("row", [[0.0]])
