@@ -197,17 +197,25 @@ ALIASES_BEGIN, ALIASES_END = "<!-- table of aliases: begin -->\n", "<!-- table o
 
 
 def aliases_table() -> str:
-    """Returns the settings of other programs beside ours."""
+    """Returns the settings of other programs beside ours, and those without a counterpart by what to do."""
     from reinforce_ada_jax.config.aliases import ALIASES  # noqa: PLC0415
 
-    rows = []
+    rows, refused = [], {}
     for name, alias in ALIASES.items():
-        ours = ", ".join(f"`{key}`" for key in alias.keys) or "none"
+        if not alias.keys:
+            refused.setdefault(alias.note, {}).setdefault(alias.libraries, []).append(f"`{name}`")
+            continue
+        ours = ", ".join(f"`{key}`" for key in alias.keys)
         values = {theirs: value for theirs, value in alias.values.items() if theirs.lower() != value.lower()}
         if values:
             ours += ": " + ", ".join(f"`{theirs}` is `{value}`" for theirs, value in values.items())
         rows.append(f"| `{name}` | {alias.libraries} | {ours} | {alias.note} |")
-    return "\n".join(["| their setting | program | our setting | what differs |", "|---|---|---|---|", *rows]) + "\n"
+    theirs = {
+        note: "; ".join(f"{key}: {', '.join(names)}" for key, names in by.items()) for note, by in refused.items()
+    }
+    lines = ["| their setting | program | our setting | what differs |", "|---|---|---|---|", *rows, ""]
+    lines += ["These have no counterpart:", "", "| their settings | what to do |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {names} | {note} |" for note, names in theirs.items())]) + "\n"
 
 
 def coming_from_page() -> str:

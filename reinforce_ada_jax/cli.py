@@ -57,21 +57,22 @@ class _WrongConfigError(KeyError):
     pass
 
 
-def _check_key(config: Any, key: str) -> None:
-    """Raises _WrongConfigError, with the whole message, if a ConfigDict has no setting of such a dotted key."""
+def _wrong_key(config: Any, key: str) -> str:
+    """Returns what is wrong, and what to do, if a ConfigDict has no setting of such a dotted key; "" if it has one."""
     section, place = config, ""
     for name in key.split("."):
         if not isinstance(section, ConfigDict):
-            raise _WrongConfigError(f"--config.{key}: {place[:-1]} is a setting, and has no keys of its own.")
+            return f"--config.{key}: {place[:-1]} is a setting, and has no keys of its own."
         if name not in section:
             near = [repr(setting) for setting in nearest.meant(key)]
             where, page = (f"the section {place[:-1]}", f"={place[:-1]}") if place else ("a configuration", "")
             keys = f"{where} has {', '.join(section.keys())}. --help{page} describes them."
             remedy = aliases.hint(key) or (f"did you mean {' or '.join(near)}?" if near else keys)
-            raise _WrongConfigError(f"unknown configuration key {key!r}: {remedy}")
+            return f"unknown configuration key {key!r}: {remedy}"
         section, place = section[name], f"{place}{name}."
     if isinstance(section, ConfigDict):
-        raise _WrongConfigError(f"--config.{key} is a section: set one of its keys. --help={key} describes them.")
+        return f"--config.{key} is a section: set one of its keys. --help={key} describes them."
+    return ""
 
 
 def _plain(message: str) -> str:
@@ -106,9 +107,9 @@ class _ConfigParser(config_flags.ConfigFileFlagParser):
             raise _WrongConfigError(_plain(str(error))) from error
         if config is None or isinstance(config, dict):
             raise _WrongConfigError(f"get_config() of {file} returned {config!r:.40}, and no configuration.")
-        for argument in sys.argv[1:]:
-            if override := re.match(r"--?config\.([^=]+)", argument):
-                _check_key(config, override[1])
+        overrides = [re.match(r"--?config\.([^=]+)", argument) for argument in sys.argv[1:]]
+        if wrong := [text for override in overrides if override and (text := _wrong_key(config, override[1]))]:
+            raise _WrongConfigError("\n".join(dict.fromkeys(wrong)))
         return config
 
 

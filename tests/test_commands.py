@@ -85,6 +85,10 @@ def refused_run(tmp_path, capsys, *parts, **changes):
             [TINY, "--config.num_generations", "8"],
             ["key 'num_generations'", "TRL, tunix is collection.group_size here"],
         ),
+        (
+            [TINY, "--config.stratgy=grpo", "--config.lora.rnk=8"],
+            ["key 'stratgy': did you mean 'collection.strategy'", "key 'lora.rnk': did you mean 'lora.rank'"],
+        ),
         ([TINY, "--config.max_steps=8"], ["max_steps of TRL, tunix has no counterpart", "Set iterations"]),
         ([TINY, "--config.iterations=many"], ["--config.iterations is 'many'", "a whole number"]),
         ([TINY, "--config.mesh=3"], ["--config.mesh is a section", "--help=mesh"]),

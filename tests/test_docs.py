@@ -619,8 +619,8 @@ def test_every_command_is_run_somewhere():
 def test_settings_that_documents_name_are_there(document):
     text, keys = document.read_text(), set(config_lib.flatten(config_lib.defaults().to_dict()))
     if document.name == "coming_from.md":
-        keys |= set(aliases.ALIASES)
+        keys |= {prefix + name for name in aliases.ALIASES for prefix in ("", aliases.VERL_PREFIX)}
     sections = {key.split(".")[0] for key in keys if "." in key}
-    flagged = set(re.findall(r"--config\.([a-z_]+(?:\.\w+)?)", text))
+    flagged = set(re.findall(r"--config\.([a-z_]+(?:\.\w+)*)", text))
     named = {name for name in re.findall(r"`([a-z_]+\.\w+)(?: = [^`]*)?`", text) if name.split(".")[0] in sections}
     assert {name for name in flagged | named if name not in keys and not name.endswith(".json")} == set()

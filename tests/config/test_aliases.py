@@ -1,5 +1,7 @@
 """Names of TRL, verl and tunix: accepted with a note, or refused with the setting to use."""
 
+import re
+
 import pytest
 
 from reinforce_ada_jax import config as config_lib
@@ -23,6 +25,25 @@ from reinforce_ada_jax.config import aliases
         (["actor.policy_loss.loss_mode=vanilla"], ["learning.loss=ppo"]),
         (["scale_rewards=none"], ["collection.normalize_by_std=False"]),
         (["actor.kl_loss_type=low_var_kl"], ["learning.kl_kind=k3"]),
+        (["actor_rollout_ref.model.path=models/a"], ["model.path=models/a"]),
+        (["trainer.save_freq=20"], ["checkpoint.every=20"]),
+        (["trainer.save_freq=-1"], ["checkpoint.every=0"]),
+        (["rollout.val_kwargs.top_k=-1"], ["evaluation.top_k=0"]),
+        # verl divides by the deviation unless it is told not to.
+        (["algorithm.adv_estimator=grpo"], ["collection.strategy=grpo", "collection.normalize_by_std=True"]),
+        (
+            ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"],
+            ["collection.strategy=grpo", "collection.normalize_by_std=False"],
+        ),
+        # A value that means another setting than the name's own leaves that one free.
+        (
+            ["loss_type=cispo", "learning.aggregation=token-mean"],
+            ["learning.loss=cispo", "learning.aggregation=token-mean"],
+        ),
+        (
+            ["loss_type=sapo", "learning.aggregation=token-mean"],
+            ["learning.loss=sapo", "learning.aggregation=token-mean"],
+        ),
         # TRL clips at 1 - epsilon and 1 + epsilon, unless epsilon_high is given.
         (["epsilon=0.1"], ["learning.clip_low=0.1", "learning.clip_high=0.1"]),
         (["epsilon=0.1", "epsilon_high=0.3"], ["learning.clip_low=0.1", "learning.clip_high=0.3"]),
@@ -68,6 +89,23 @@ def test_a_name_that_is_refused(given, said):
         aliases.translate([f"--config.{item}" for item in given])
 
 
+def test_one_message_has_all_names_that_are_refused():
+    given = ["use_vllm=True", "beta=0.04", "loss_type=vespo", "bf16=True", "use_vllm=True"]
+    with pytest.raises(ValueError) as caught:
+        aliases.translate([f"--config.{item}" for item in given])
+    lines = str(caught.value).splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["--config.use_vllm", "--config.loss_type=vespo", "--config.bf16"]
+    assert lines[2] == "--config.bf16 of TRL has no counterpart. Set model.compute_dtype, or leave it out."
+
+
+def test_sentences_name_settings():
+    ours = config_lib.flatten(config_lib.defaults().to_dict())
+    sections = {key.split(".")[0] for key in ours if "." in key}
+    named = {name for alias in aliases.ALIASES.values() for name in re.findall(r"([a-z]+\.\w+)", alias.note)}
+    assert "evaluation.top_k" in named
+    assert {name for name in named if name.split(".")[0] in sections} <= ours.keys()
+
+
 def test_the_table_fits_the_settings():
     ours = {key: field.metadata["allowed"] for key, field in config_lib.settings()}
     assert not ours.keys() & aliases.ALIASES.keys()
@@ -76,7 +114,8 @@ def test_the_table_fits_the_settings():
         assert alias.keys or alias.note, name
         for value in alias.values.values():
             settings = [item.split("=") for item in value.split()] if "=" in value else [(alias.keys[0], value)]
-            assert all(ours[key] is None or ours[key].holds(text) for key, text in settings), (name, value)
+            for key, text in settings:
+                assert ours[key] is None or ours[key].holds(int(text) if text.isdigit() else text), (name, value)
 
 
 def test_python_names_the_setting():

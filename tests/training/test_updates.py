@@ -72,7 +72,7 @@ class ScriptedLearner(Learner):
     Without old log-probabilities it finds `gap`, and makes no update where that is too large or not finite.
     """
 
-    micro_rows, architecture = 8, ARCHITECTURE
+    micro_rows, architecture, loss_needs_all = 8, ARCHITECTURE, False
 
     def __init__(self, finite, score=lambda logprobs: logprobs, gap=(0.0, 0.0, 1.0, 0.0)):
         self.finite, self._score, self.gap = iter(finite), score, LogprobGap(*np.float32(gap))
