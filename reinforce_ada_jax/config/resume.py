@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,9 +102,13 @@ def check_workdir(config: Config, workdir: pathlib.Path) -> None:
 
 def check_evaluated(config: Config, workdir: pathlib.Path, keys: tuple[str, ...]) -> None:
     """Raises ValueError when `config` differs from that of the run in `workdir` in one of `keys`."""
+    different = {key: line for key, line in _of_saved_run(config, workdir).items() if _is_among(key, keys)}
+    saved = flatten(_saved(workdir) or {})
+    own = " ".join(shlex.quote(f"--config.{key}={saved[key]}") for key in [*different][:SHOWN] if key in saved)
     _refuse(
-        workdir, [line for key, line in _of_saved_run(config, workdir).items() if _is_among(key, keys)],
-        "Its figures would be another policy's or another task's. Evaluate it with its own --config and values.",
+        workdir, [*different.values()],
+        "Its figures would be another policy's or another task's. Evaluate it with its own --config and values"
+        f"{f': {own}' if own else ''}.",
     )  # fmt: skip
 
 

@@ -304,6 +304,8 @@ def test_a_run_is_evaluated_with_its_own_configuration(tmp_path, capsys):
         "reward.kind: cipher -> math",
         "seed: 0 -> 1",
     ]
+    own = "--config.data.template=plain --config.reward.kind=cipher --config.seed=0."
+    assert different.endswith(f"Evaluate it with its own --config and values: {own}\n")
     assert "model.path: package:cipher -> x" in said(**{"model.path": "x"})
     # Slots, mesh and whatever else only decides how fast: the next thing that is wrong is that nothing was saved.
     free = {"mesh.data": 2, "sampling.slots": 3, "learning.learning_rate": 1.0, "evaluation.temperature": 0.5}
