@@ -39,7 +39,8 @@ NUM_PROBLEMS, NUM_HELDOUT = 1024, 256
 FORGETS_CARRY, MISREADS = 0.65, 0.08
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% if message.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 CHAT = Chat(system="", instruction="")

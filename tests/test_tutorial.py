@@ -16,7 +16,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from reinforce_ada_jax import user_code
-from reinforce_ada_jax.data import files
+from reinforce_ada_jax.data import demonstrations, files
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.rewards import math_answer
@@ -173,4 +173,6 @@ def test_the_tokenizer(tmp_path):
     assert length.max() < limits[1] and first.max() <= limits[0]
     last = first + length - 1
     assert set(batch.tokens[np.arange(len(batch.tokens)), last]) == set(tokenizer.stop_ids)
+    # Its template ends an answer, so sft can train the model, and a conversation of several turns is readable.
+    assert set(demonstrations.end_tokens(tokenizer, "chat", EXAMPLE.CHAT)) == set(tokenizer.stop_ids)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"

@@ -79,7 +79,8 @@ def end_tokens(tokenizer: Tokenizer, template: str, chat: Chat) -> Int32[np.ndar
         raise ValueError(
             f"the chat template of {tokenizer.folder} writes none of the end tokens "
             f"{', '.join(map(tokenizer.token, tokenizer.stop_ids))} after an answer, so the model would not learn to "
-            "end: copy the template that belongs to the model there as chat_template.jinja."
+            "end: copy the template that belongs to the model there as chat_template.jinja, or set "
+            "data.template=plain for rows of texts."
         )
     return tokens[: stops[0] + 1]
 

@@ -22,7 +22,8 @@ from reinforce_ada_jax.rewards.workers import GradingFailed, VerifierPool
 from reinforce_ada_jax.types import FAILURES, Prompt, Verdict
 
 _FUNCTION_REMEDY = (
-    "Fix the function, or give the problems the columns that it needs; docs/how_to/reward.md has the signatures."
+    "Fix the function, or give the problems the columns that it needs. docs/how_to/reward.md has the signatures; "
+    "reward.completions chooses texts or messages for functions of completions."
 )
 # Remedy by kind of reward, where a reference answer can't be graded.
 _REMEDIES = {
