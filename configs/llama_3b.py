@@ -18,7 +18,7 @@ from reinforce_ada_jax.config import defaults
 
 
 def get_config() -> ConfigDict:
-    """The published run; what isn't named here is in config.py."""
+    """The published run; what isn't named here has its default (docs/settings.md)."""
     config = defaults()
     config.model.path = "models/Llama-3.2-3B-Instruct"
     config.data.prompts = "hf:RLHFlow/reinforce_ada_hard_prompt_llama"

@@ -18,7 +18,7 @@ from reinforce_ada_jax.config import defaults
 
 
 def get_config() -> ConfigDict:
-    """The published run; what isn't named here is in config.py."""
+    """The published run; what isn't named here has its default (docs/settings.md)."""
     config = defaults()
     config.model.path = "models/Qwen2.5-Math-7B"
     config.data.prompts = "hf:RLHFlow/reinforce_ada_hard_prompt"
