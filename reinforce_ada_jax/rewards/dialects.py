@@ -22,6 +22,9 @@ from reinforce_ada_jax.types import Verdict
 
 # The column with the model's input: a text, or messages. With messages, completions are messages too, as in TRL.
 PROMPT = "prompt"
+# Names by which a first or a second parameter is not the response or the answer: such a function would grade others.
+_NOT_RESPONSE = (PROMPT, "problem", "question", "answer", "ground_truth")
+_NOT_ANSWER = (PROMPT, "problem", "question", "response", "completion")
 Columns = Mapping[str, Any]
 # The reward of a response, None where it does not apply to it, or a whole verdict.
 Reward = float | Verdict | None
@@ -144,7 +147,7 @@ def adapt(function: Callable[..., Any]) -> RewardFn:
       TypeError: it can't be called in any of these ways.
     """
     parameters = _parameters(function)
-    by_name, texts = _by_name(parameters), list(parameters)[:2]  # (response, answer) may have any names
+    by_name, texts = _by_name(parameters), list(parameters)[:2]  # (response, answer) may have other names
     if by_name is None:
         _check_takes_texts(function, parameters)
         parameters = dict(list(parameters.items())[2:])
@@ -166,6 +169,12 @@ def adapt(function: Callable[..., Any]) -> RewardFn:
 
 
 def _check_takes_texts(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    first, second, *_ = (*parameters, "", "")
+    if first in _NOT_RESPONSE or second in _NOT_ANSWER:
+        raise TypeError(
+            f"takes {inspect.signature(function)}, and is called with (response, answer) by position: let it take "
+            "these two first, and columns of the problem, such as problem, after them"
+        )
     try:
         if parameters:
             inspect.signature(function).bind_partial("response", "answer")

@@ -101,6 +101,15 @@ def test_a_function_of_one_text_is_refused():
         dialects.adapt(lambda response: 1.0)
 
 
+@pytest.mark.parametrize("names", ["prompt, response, answer", "answer, response", "response, question, answer"])
+def test_texts_in_another_order_are_refused(names):
+    """By position the response would be the prompt, and the answer would be compared with itself."""
+    defined = {}
+    exec(f"def grade({names}): return 1.0", defined)
+    with pytest.raises(TypeError, match="by position: let it take these two first"):
+        dialects.adapt(defined["grade"])
+
+
 def test_a_sum_leaves_out_what_does_not_apply():
     calls = [dialects.adapt(function(f"trl_multi_task.py:{name}_reward_func")) for name in ("math", "coding")]
     grade = grading.weighted(("math", "coding"), calls, (2.0, 0.5))
