@@ -202,6 +202,9 @@ def make_group(
       ages: updates since each response was drawn; None: all are fresh.
       prompt_weight: factor of the prompt in the update (`Choice.weights`).
     """
+    if strategy.coefficients is not None and strategy.extra_batches and not kept_draws(pool, strategy).size:
+        # Another prompt was drawn in its place: both together would be more than the prompts of an update.
+        return Group(pool, np.zeros(0, int), np.zeros(0), weight=prompt_weight, per_prompt=True)
     if strategy.coefficients is not None:
         kept, coefficients = checked(strategy.coefficients, pool, _usable(pool, strategy, ages))
         _check_number(strategy, kept)

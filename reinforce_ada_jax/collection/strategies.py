@@ -85,7 +85,7 @@ class Strategy:
       max_age: limit of the updates since a response was drawn; older ones are not kept. None: no limit.
       coefficients: (pool, mask of usable draws) -> draw indices kept and a coefficient of each (corrections.py). It
         replaces `keep`, `baseline`, `normalize_by_std` and `weight` in the update; with `extra_batches`, `keep` and
-        `drop_unmet` still decide which prompts are replaced. None: those four make the advantages.
+        `drop_unmet` still decide which prompts are replaced, and have no rows. None: those four make the advantages.
       needs_estimates: the pass rates of all prompts are estimated before the first draw, also without a `plan`.
       drop_unmet: drop a prompt unless its rule is met and the kept rewards lie on both sides of the pool's mean.
     """

@@ -640,6 +640,15 @@ def test_what_the_coefficients_of_a_users_strategy_return(returned, described):
             assert part in str(refused.value)
 
 
+def test_a_prompt_that_is_replaced_has_no_rows():
+    # With an entropy or KL term its first round would be kept, and count beside that of the prompt in its place.
+    of_all = corrections.with_first_round(lambda pool, usable: ([], []))
+    strategy = dataclasses.replace(strategies.build(config("dapo", 2)), coefficients=of_all)
+    assert [len(make_group(drawn(bits), strategy).kept) for bits in ([1, 0], [0, 0], [1, 1])] == [2, 0, 0]
+    kept = dataclasses.replace(strategy, extra_batches=0)
+    assert [len(make_group(drawn(bits), kept).kept) for bits in ([1, 0], [0, 0], [1, 1])] == [2, 2, 2]
+
+
 def test_coefficients_may_be_lists_and_are_bounded():
     strategy = dataclasses.replace(strategies.fixed(3), coefficients=lambda pool, usable: ([0, 2], [1, -2]), max_kept=2)
     group = make_group(drawn([1, 0, 1]), strategy)
