@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
 from reinforce_ada_jax import user_code
-from reinforce_ada_jax.config import Config, aliases, config_files, nearest, reference, resolve
+from reinforce_ada_jax.config import Config, aliases, config_files, nearest, reference, resolve, settings
 from reinforce_ada_jax.files.buckets import BucketError
 
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
@@ -391,6 +391,9 @@ def run(main: Callable[[], None], groups: Groups | None = None) -> None:
 
     def without_arguments(arguments: list[str]) -> None:
         if arguments:
+            name = arguments[0].partition("=")[0]
+            if name != arguments[0] and (aliases.find(name) or name in dict(settings())):  # the form of Hydra
+                fail(f"unexpected argument {arguments[0]!r}: settings are written --config.{arguments[0]}.")
             fail(f"unexpected argument {arguments[0]!r}: options are written --name=value.")
         main()
 

@@ -94,6 +94,8 @@ def refused_run(tmp_path, capsys, *parts, **changes):
         ([TINY, "--config.mesh=3"], ["--config.mesh is a section", "--help=mesh"]),
         ([TINY, "--config.seed.x=3"], ["--config.seed.x: seed is a setting", "no keys of its own"]),
         ([TINY, "grpo"], ["unexpected argument 'grpo'", "--name=value"]),
+        ([TINY, "data.train_batch_size=64"], ["written --config.data.train_batch_size=64."]),
+        ([TINY, "lora.rank=8"], ["unexpected argument 'lora.rank=8': settings are written --config.lora.rank=8."]),
         ([TINY, "--strategy=grpo"], ["flag 'strategy': did you mean --config.collection.strategy?", "--help"]),
         ([TINY, "--lr=1e-5"], ["did you mean --config.learning.learning_rate?"]),
         ([TINY, "--group-size=8"], ["did you mean --config.collection.group_size?"]),
