@@ -398,7 +398,10 @@ class LearningConfig:
     kl_coefficient: float = setting(
         0.0, "Weight of the KL term; above 0 the first weights are kept as a reference.", values.NOT_NEGATIVE_FINITE
     )
-    kl_kind: str = setting("k3", "Estimator of the KL term.", one_of(("k1", "k2", "k3")))
+    kl_kind: str = setting(
+        "k3", "Estimator of the KL term. k1 has no gradient in the mean: it penalises nothing, and is a metric only.",
+        one_of(("k1", "k2", "k3")),
+    )  # fmt: skip
     truncated_is_cap: float | None = setting(
         None, "Cap of the importance weight between sampler and learner; default: none, or 2.0 where responses may "
         "be drawn from earlier weights (collection.overlap, mesh.sampler with max_staleness 1) or in int8 "

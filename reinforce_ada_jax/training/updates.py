@@ -40,7 +40,8 @@ class Minibatch:
 def expected_rounds(config: Config, strategy: Strategy, averages: Averages) -> float:
     """Returns the expected rounds of a prompt: their mean so far, or in the first iteration the most that are allowed.
 
-    So the first gradients are too small, not too large: Adam's second moment would remember large ones.
+    So the first gradients are too small, not too large: Adam's second moment would remember large ones. Where nothing
+    limits the draws, or first rounds have no size of their own, it is 1 there.
     """
     size, most = collection_rules.first_round(config.collection), strategy.max_draws
     return averages.mean("rounds", 1.0 if size is None or most is None else most / size)
