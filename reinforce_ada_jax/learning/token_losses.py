@@ -164,7 +164,7 @@ def _tried(
     old = np.full((len(advantages), len(log_ratios)), -1.0 - max(log_ratios), np.float32)
     of_rows = np.broadcast_to(np.array(advantages, np.float32)[:, None], old.shape)
 
-    def total(logprobs: Tokens) -> Array:
+    def total(logprobs: Float[Array, "B T"]) -> Array:
         return loss(_TRIAL, jnp.exp(logprobs - old), logprobs, jnp.asarray(of_rows)).loss.sum()
 
     return jax.jit(jax.value_and_grad(total))(jnp.asarray(old + np.array(log_ratios, np.float32)))
