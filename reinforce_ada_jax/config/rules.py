@@ -91,13 +91,15 @@ def _check_paths(config: Config) -> None:
 
 
 def texts_belong_to_chat(config: Config) -> None:
-    """system and instruction differ from their defaults with the template chat only."""
+    """system and instruction differ from their defaults with the template chat only, or are empty with plain."""
     data = config.data
-    if data.template != "chat" and (data.system, data.instruction) != (SYSTEM, INSTRUCTION):
-        raise ValueError(
-            f"data.system and data.instruction are used by data.template='chat' only, and it is {data.template!r}: set "
-            "it, or leave the two as they are."
-        )
+    texts = data.system, data.instruction
+    if data.template == "chat" or texts == (SYSTEM, INSTRUCTION) or (data.template == "plain" and not any(texts)):
+        return
+    raise ValueError(
+        f"data.system and data.instruction are used by data.template='chat' only, and it is {data.template!r}: set "
+        "data.template=chat, or leave the two out of the configuration."
+    )
 
 
 def invariant_numerics_are_possible(config: Config) -> None:

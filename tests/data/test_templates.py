@@ -172,6 +172,8 @@ def test_the_configuration_says_what_the_paper_says():
     [
         ({"template": "chatml"}, "data.template is 'chatml'; it must be one of plain, qwen_math, chat"),
         ({"system": "S"}, r"used by data.template='chat' only, and it is 'qwen_math'"),
+        ({"system": "", "instruction": ""}, r"it is 'qwen_math': set data.template=chat, or leave the two out"),
+        ({"template": "plain", "system": "", "instruction": "Go."}, r"and it is 'plain'"),
     ],
 )
 def test_what_the_configuration_refuses(changes, message):
@@ -180,6 +182,7 @@ def test_what_the_configuration_refuses(changes, message):
         config_lib.check(config)
 
 
-def test_the_configuration_takes_texts_for_chat():
-    data = DataConfig(prompts="problems.jsonl", template="chat", system="", instruction="Go.")
+@pytest.mark.parametrize(("template", "instruction"), [("chat", "Go."), ("plain", "")])  # plain adds no text either way
+def test_the_configuration_takes_texts(template, instruction):
+    data = DataConfig(prompts="problems.jsonl", template=template, system="", instruction=instruction)
     config_lib.check(Config(model=ModelConfig(path="model"), data=data))
