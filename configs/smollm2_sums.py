@@ -30,6 +30,7 @@ def get_config() -> ConfigDict:
     config.sampling.page_size = 16
     config.learning.prompts_per_update = 24
     config.learning.learning_rate = 3e-5
+    config.learning.schedule = "linear"  # with a constant rate small updates fall late (docs/smollm2.md)
     config.learning.warmup_updates = 2
     config.learning.b2 = 0.99
     config.checkpoint.every = 16
