@@ -300,7 +300,7 @@ class EstimatorConfig:
 class SamplingConfig:
     """Training samples and the engine that draws them."""
 
-    temperature: float = setting(1.0, "Sampling temperature of training.", values.POSITIVE)
+    temperature: float = setting(1.0, "Sampling temperature of training.", values.TRAINING_TEMPERATURE)
     max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.TOKENS)
     slots: int = setting(
         0, "Responses decoded at the same time in each of mesh.data * mesh.fsdp * mesh.context replicas (with "

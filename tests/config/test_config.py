@@ -49,7 +49,7 @@ AT_LEAST_ZERO = """
     evaluation.every learning.micro_batches logging.sampled_prompts sampling.slots
 """.split()
 POSITIVE = """
-    sampling.temperature learning.learning_rate learning.clip_norm learning.epsilon learning.clip_high
+    learning.learning_rate learning.clip_norm learning.epsilon learning.clip_high
     reward.time_limit_s
 """.split()
 
@@ -64,6 +64,7 @@ POSITIVE = """
             for key in POSITIVE
             for value in (0.0, -0.5, math.nan, math.inf)
         ],
+        *[("sampling.temperature", value, "it must be at least 0.001 and finite") for value in (0.0, 5e-4, math.nan)],
         ("learning.weight_decay", -0.1, "it must not be negative"),
         ("checkpoint.minutes", -0.5, "it must not be negative"),
         ("learning.entropy_coefficient", math.nan, "it must be finite"),
