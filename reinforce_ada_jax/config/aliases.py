@@ -144,96 +144,96 @@ ALIASES = {
 
 _UPDATES = "It counts updates. Set {}, in iterations of collection.prompts_per_iteration prompts."
 _WHOLE = "Training samples come from the whole distribution, which scores know. evaluation.{} is for evaluations."
-_EPOCHS = "Set iterations: one epoch has as many as there are problems / collection.prompts_per_iteration."
-# Names without a counterpart, by what to do: (program, names, sentence).
+# Names without a counterpart by program, and what to do.
 _REFUSED = (
-    ("TRL", "per_device_train_batch_size gradient_accumulation_steps",
-     "Set learning.prompts_per_update: prompts of one update on all devices, which are per_device_train_batch_size * "
-     "devices * gradient_accumulation_steps / num_generations."),
-    ("verl", "actor.ppo_micro_batch_size actor.ppo_micro_batch_size_per_gpu actor.ppo_max_token_len_per_gpu "
-     "actor.use_dynamic_bsz rollout.log_prob_micro_batch_size rollout.log_prob_micro_batch_size_per_gpu "
-     "ref.log_prob_micro_batch_size ref.log_prob_micro_batch_size_per_gpu model.use_remove_padding",
+    ({"TRL": "per_device_train_batch_size gradient_accumulation_steps"},
+     "Set learning.prompts_per_update: prompts of one update on all devices, which are per_device_train_batch_size "
+     "* devices * gradient_accumulation_steps / num_generations."),
+    ({"verl": "actor.ppo_micro_batch_size actor.ppo_micro_batch_size_per_gpu actor.ppo_max_token_len_per_gpu "
+      "actor.use_dynamic_bsz rollout.log_prob_micro_batch_size rollout.log_prob_micro_batch_size_per_gpu "
+      "ref.log_prob_micro_batch_size ref.log_prob_micro_batch_size_per_gpu model.use_remove_padding"},
      "Leave it out; learning.micro_batches divides an update where memory is short."),
-    ("TRL", "steps_per_generation generation_batch_size",
+    ({"TRL": "steps_per_generation generation_batch_size"},
      "Set collection.prompts_per_iteration: prompts drawn with the same weights, generation_batch_size / "
      "num_generations."),
-    ("verl", "data.gen_batch_size",
+    ({"verl": "data.gen_batch_size"},
      "Set collection.prompts_per_iteration; dapo draws as many replacements as collection.max_extra_batches allows."),
-    ("verl", "algorithm.filter_groups.enable algorithm.filter_groups.metric "
-     "algorithm.filter_groups.max_num_gen_batches",
+    ({"verl": "algorithm.filter_groups.enable algorithm.filter_groups.metric "
+      "algorithm.filter_groups.max_num_gen_batches"},
      "Set collection.strategy=dapo, which replaces prompts without a signal; collection.max_extra_batches limits "
      "the replacements."),
-    ("TRL, tunix", "max_steps", _UPDATES.format("iterations")),
-    ("TRL", "save_steps", _UPDATES.format("checkpoint.every")),
-    ("TRL", "eval_steps", _UPDATES.format("evaluation.every")),
-    ("TRL", "save_strategy eval_strategy", "Leave it out: checkpoint.every and evaluation.every are enough."),
-    ("TRL", "num_train_epochs", _EPOCHS),
-    ("verl", "trainer.total_epochs", _EPOCHS),
-    ("TRL, tunix", "num_iterations", "Each minibatch is used for one update: leave it out."),
-    ("verl", "actor.ppo_epochs", "Each minibatch is used for one update: leave it out."),
-    ("TRL", "warmup_ratio", "Set learning.warmup_updates, a number of updates."),
-    ("verl", "actor.optim.lr_warmup_steps_ratio", "Set learning.warmup_updates, a number of updates."),
-    ("verl", "actor.optim.lr_warmup_steps", "It counts iterations. Set learning.warmup_updates, a number of updates."),
-    ("TRL, tunix", "top_k", _WHOLE.format("top_k")),
-    ("TRL, tunix", "top_p", _WHOLE.format("top_p")),
-    ("TRL", "min_p repetition_penalty", "Training samples come from the whole distribution, which scores know."),
-    ("verl", "rollout.top_k", _WHOLE.format("top_k")),
-    ("verl", "rollout.top_p", _WHOLE.format("top_p")),
-    ("verl", "rollout.val_kwargs.do_sample", "Set evaluation.temperature=0 for the most probable tokens."),
-    ("TRL", "mask_truncated_completions", "Responses at the length limit are trained on, with the reward they have."),
-    ("verl", "reward_model.overlong_buffer.enable reward_model.overlong_buffer.len "
-     "reward_model.overlong_buffer.penalty_factor",
+    ({"TRL, tunix": "max_steps"}, _UPDATES.format("iterations")),
+    ({"TRL": "save_steps"}, _UPDATES.format("checkpoint.every")),
+    ({"TRL": "eval_steps"}, _UPDATES.format("evaluation.every")),
+    ({"TRL": "save_strategy eval_strategy"}, "Leave it out: checkpoint.every and evaluation.every are enough."),
+    ({"TRL": "num_train_epochs", "verl": "trainer.total_epochs"},
+     "Set iterations: one epoch has as many as there are problems / collection.prompts_per_iteration."),
+    ({"TRL, tunix": "num_iterations", "verl": "actor.ppo_epochs"},
+     "Each minibatch is used for one update: leave it out."),
+    ({"TRL": "warmup_ratio", "verl": "actor.optim.lr_warmup_steps_ratio"},
+     "Set learning.warmup_updates, a number of updates."),
+    ({"verl": "actor.optim.lr_warmup_steps"},
+     "It counts iterations. Set learning.warmup_updates, a number of updates."),
+    ({"TRL, tunix": "top_k", "verl": "rollout.top_k"}, _WHOLE.format("top_k")),
+    ({"TRL, tunix": "top_p", "verl": "rollout.top_p"}, _WHOLE.format("top_p")),
+    ({"TRL": "min_p repetition_penalty"}, "Training samples come from the whole distribution, which scores know."),
+    ({"verl": "rollout.val_kwargs.do_sample"}, "Set evaluation.temperature=0 for the most probable tokens."),
+    ({"TRL": "mask_truncated_completions"}, "Responses at the length limit are trained on, with the reward they have."),
+    ({"verl": "reward_model.overlong_buffer.enable reward_model.overlong_buffer.len "
+      "reward_model.overlong_buffer.penalty_factor"},
      "Set reward.overlong_tokens, whose penalty is relative to the other correct responses of the prompt."),
-    ("verl", "actor.use_kl_loss algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef",
+    ({"verl": "actor.use_kl_loss algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef"},
      "Set learning.kl_coefficient: a KL term is in the loss, and 0 is none."),
-    ("TRL", "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+    ({"TRL": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"},
      "The reference of the KL term stays the first weights."),
-    ("TRL", "vllm_importance_sampling_correction", "Set learning.truncated_is_cap, or leave both out."),
-    ("TRL", "optim", "The optimizer is AdamW: leave it out."),
-    ("verl", "actor.optim.betas", "Set learning.b1 and learning.b2."),
-    ("TRL", "reward_funcs", "Set reward.path to file.py:function."),
-    ("TRL", "reward_weights", "Write each one behind its function in reward.path: file.py:function=0.5."),
-    ("verl", "custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path "
-     "reward.custom_reward_function.name", "Set reward.path to file.py:function."),
-    ("verl", "reward_model.enable reward_model.reward_manager", "Set reward.kind, or reward.path."),
-    ("verl", "rollout.multi_turn.enable rollout.multi_turn.max_assistant_turns",
+    ({"TRL": "vllm_importance_sampling_correction"}, "Set learning.truncated_is_cap, or leave both out."),
+    ({"TRL": "optim"}, "The optimizer is AdamW: leave it out."),
+    ({"verl": "actor.optim.betas"}, "Set learning.b1 and learning.b2."),
+    ({"TRL": "reward_funcs",
+      "verl": "custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path "
+      "reward.custom_reward_function.name"},
+     "Set reward.path to file.py:function."),
+    ({"TRL": "reward_weights"}, "Write each one behind its function in reward.path: file.py:function=0.5."),
+    ({"verl": "reward_model.enable reward_model.reward_manager"}, "Set reward.kind, or reward.path."),
+    ({"verl": "rollout.multi_turn.enable rollout.multi_turn.max_assistant_turns"},
      "Set environment.path and environment.max_turns."),
-    ("TRL", "dataset_name dataset_config dataset_train_split", "Set data.prompts=hf:NAME:SUBSET:SPLIT, or a file."),
-    ("TRL", "shuffle_dataset remove_unused_columns data_seed",
+    ({"TRL": "dataset_name dataset_config dataset_train_split"}, "Set data.prompts=hf:NAME:SUBSET:SPLIT, or a file."),
+    ({"TRL": "shuffle_dataset remove_unused_columns data_seed"},
      "Leave it out: epochs are shuffled with seed, and a reward gets every column."),
-    ("verl", "data.shuffle data.seed", "Leave it out: epochs are shuffled with seed."),
-    ("verl", "data.filter_overlong_prompts data.truncation",
+    ({"verl": "data.shuffle data.seed"}, "Leave it out: epochs are shuffled with seed."),
+    ({"verl": "data.filter_overlong_prompts data.truncation"},
      "Leave it out: a prompt above data.max_prompt_tokens is an error, and the command prepare drops it."),
-    ("TRL", "bf16 fp16 dtype torch_dtype", "Set model.compute_dtype, or leave it out."),
-    ("TRL", "gradient_checkpointing", "Set learning.remat, or leave it out."),
-    ("verl", "model.enable_gradient_checkpointing", "Set learning.remat, or leave it out."),
-    ("TRL", "use_vllm vllm_mode vllm_gpu_memory_utilization use_liger_kernel attn_implementation",
+    ({"TRL": "bf16 fp16 dtype torch_dtype"}, "Set model.compute_dtype, or leave it out."),
+    ({"TRL": "gradient_checkpointing", "verl": "model.enable_gradient_checkpointing"},
+     "Set learning.remat, or leave it out."),
+    ({"TRL": "use_vllm vllm_mode vllm_gpu_memory_utilization use_liger_kernel attn_implementation",
+      "verl": "rollout.name rollout.mode rollout.gpu_memory_utilization rollout.enforce_eager "
+      "rollout.free_cache_engine rollout.max_num_seqs rollout.max_num_batched_tokens rollout.enable_chunked_prefill "
+      "rollout.load_format"},
      "Leave it out: the engine is built in, and sampling.slots is its size."),
-    ("verl", "rollout.name rollout.mode rollout.gpu_memory_utilization rollout.enforce_eager rollout.free_cache_engine "
-     "rollout.max_num_seqs rollout.max_num_batched_tokens rollout.enable_chunked_prefill rollout.load_format",
-     "Leave it out: the engine is built in, and sampling.slots is its size."),
-    ("TRL", "vllm_tensor_parallel_size fsdp deepspeed", "Set mesh.fsdp and mesh.tensor."),
-    ("verl", "rollout.tensor_model_parallel_size actor.ulysses_sequence_parallel_size actor.strategy "
-     "actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload ref.fsdp_config.param_offload "
-     "trainer.n_gpus_per_node trainer.nnodes",
+    ({"TRL": "vllm_tensor_parallel_size fsdp deepspeed"}, "Set mesh.fsdp and mesh.tensor."),
+    ({"verl": "rollout.tensor_model_parallel_size actor.ulysses_sequence_parallel_size actor.strategy "
+      "actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload ref.fsdp_config.param_offload "
+      "trainer.n_gpus_per_node trainer.nnodes"},
      "Set mesh.fsdp, mesh.tensor and mesh.context; nothing is offloaded."),
-    ("TRL", "use_peft", "Set lora.rank above 0."),
-    ("TRL", "lora_dropout", "Adapters have no dropout: leave it out."),
-    ("TRL", "load_in_4bit load_in_8bit", "Weights are not quantized; sampling.weight_dtype=int8 is for sampling."),
-    ("TRL", "report_to run_name logging_dir", "Set logging.trackers: tensorboard, wandb:PROJECT or trackio:PROJECT."),
-    ("verl", "trainer.logger trainer.project_name trainer.experiment_name",
+    ({"TRL": "use_peft"}, "Set lora.rank above 0."),
+    ({"TRL": "lora_dropout"}, "Adapters have no dropout: leave it out."),
+    ({"TRL": "load_in_4bit load_in_8bit"}, "Weights are not quantized; sampling.weight_dtype=int8 is for sampling."),
+    ({"TRL": "report_to run_name logging_dir", "verl": "trainer.logger trainer.project_name trainer.experiment_name"},
      "Set logging.trackers: tensorboard, wandb:PROJECT or trackio:PROJECT."),
-    ("TRL", "logging_steps log_completions num_completions_to_print",
+    ({"TRL": "logging_steps log_completions num_completions_to_print"},
      "Leave it out: every iteration is in metrics.jsonl, and logging.sampled_prompts prompts of it are in samples/."),
-    ("TRL", "output_dir", "Use the flag --workdir."),
-    ("verl", "trainer.default_local_dir", "Use the flag --workdir."),
-    ("TRL", "resume_from_checkpoint", "Leave it out: the same command resumes the run in --workdir."),
-    ("verl", "trainer.resume_mode", "Leave it out: the same command resumes the run in --workdir."),
-    ("TRL", "push_to_hub", "Leave it out: the command export writes a Hugging Face folder."),
-    ("verl", "trainer.val_before_train", "Leave it out: evaluations begin before the first update."),
-    ("verl", "trainer.critic_warmup algorithm.gamma algorithm.lam", "Leave it out: there is no critic."),
+    ({"TRL": "output_dir", "verl": "trainer.default_local_dir"}, "Use the flag --workdir."),
+    ({"TRL": "resume_from_checkpoint", "verl": "trainer.resume_mode"},
+     "Leave it out: the same command resumes the run in --workdir."),
+    ({"TRL": "push_to_hub"}, "Leave it out: the command export writes a Hugging Face folder."),
+    ({"verl": "trainer.val_before_train"}, "Leave it out: evaluations begin before the first update."),
+    ({"verl": "trainer.critic_warmup algorithm.gamma algorithm.lam"}, "Leave it out: there is no critic."),
 )  # fmt: skip
-ALIASES |= {name: Alias(libraries, (), note) for libraries, names, note in _REFUSED for name in names.split()}
+ALIASES |= {
+    name: Alias(program, (), what) for by_program, what in _REFUSED for program, names in by_program.items()
+    for name in names.split()
+}  # fmt: skip
 
 
 def find(name: str) -> Alias | None:

@@ -367,9 +367,9 @@ class LearningConfig:
     )  # fmt: skip
     learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", values.RATE)
     schedule: str = setting(
-        "auto", 'Learning rate after the warm-up: "constant", or to 0 at the last planned update as a line ("linear") '
-        'or half a cosine ("cosine"); auto: "cosine" in sft, otherwise "constant". A run that goes on with more '
-        "iterations falls more slowly.", one_of(("auto", "constant", "linear", "cosine")),
+        "auto", 'Learning rate after the warm-up: "constant", or falling to 0 over the planned updates, as a line '
+        '("linear") or half a cosine ("cosine"); auto: "cosine" in sft, otherwise "constant". A run that goes on with '
+        "more iterations falls more slowly.", one_of(("auto", "constant", "linear", "cosine")),
     )  # fmt: skip
     warmup_updates: int = setting(10, "Updates of the linear warm-up.", values.NOT_NEGATIVE)
     b1: float = setting(0.9, "AdamW: decay of the first moment.", values.BELOW_1)

@@ -120,8 +120,12 @@ FINITE = Allowed("be finite", math.isfinite)
 NOT_NEGATIVE_FINITE = Allowed("not be negative, and it must be finite", lambda value: 0 <= value < math.inf)
 POSITIVE = Allowed("be above 0 and finite", lambda value: 0 < value < math.inf)
 SECONDS = Allowed("be above 0 and finite, at most 1,000,000", lambda value: 0 < value <= 1_000_000)
-# Below it the sampler would draw at another temperature than the learner scores at (sampling/state.py).
-TRAINING_TEMPERATURE = Allowed("be at least 0.001 and finite", lambda value: 1e-3 <= value < math.inf)
+# The sampler counts smaller temperatures above 0 as this one. Logits / temperature are rounded to 24 bits: at 1e-6
+# log-probabilities were off by 0.4, and at 1e-10 exponentials of the error were infinite, and token 0 was drawn.
+LEAST_TEMPERATURE = 1e-3
+TRAINING_TEMPERATURE = Allowed(  # the learner scores at the temperature of the draws
+    f"be at least {LEAST_TEMPERATURE} and finite", lambda value: LEAST_TEMPERATURE <= value < math.inf
+)
 RATE = Allowed("be above 0 and finite, at most 100", lambda value: 0 < value <= 100)
 POSITIVE_OR_NONE = Allowed("be above 0, or None", lambda value: value is None or value > 0)
 BELOW_1 = Allowed("be at least 0 and below 1", lambda value: 0 <= value < 1)

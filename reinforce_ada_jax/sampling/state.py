@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt, UInt32
 
+from reinforce_ada_jax.config.values import LEAST_TEMPERATURE
 from reinforce_ada_jax.policy import experts
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import Lora
@@ -30,9 +31,6 @@ ADDRESS_WORDS = 4
 ROWS_PER_SLOT = 4
 # Prompts that a window opens where they may end with a response: 32 of 33,000 tokens are 4 MB, and 300 would be 40.
 MOST_LONG_OPENED = 32
-# Smaller temperatures above 0 count as this one. Logits / temperature are rounded to 24 bits: at 1e-6 log-probabilities
-# were off by 0.4, and at 1e-10 exponentials of the error were infinite, and token 0 was drawn.
-LEAST_TEMPERATURE = 1e-3
 # Texts of earlier responses: 32 MiB at most, unless more prompts are open.
 MOST_DRAFT_TEXTS, MOST_DRAFT_TOKENS = 2**14, 2**23
 
@@ -338,9 +336,14 @@ class EngineOptions:
         return self.window * self.prefill_tokens
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
     def table_width(self) -> int:
         """Pages of the longest prompt with the longest response."""
-        return pages_lib.num_pages(self.max_prompt_tokens + self.max_response_tokens, self.page_size)
+        return pages_lib.num_pages(self.most_tokens, self.page_size)
 
     @property
     def longest_prompt(self) -> int:

@@ -138,7 +138,7 @@ def summary(settings: ServerSettings, models: Sequence[Served], port: int) -> st
         precision = describe_dtype(each.engine.dtype, platform, architecture.num_parameters)
         lines.append(f"model       {each.name}: {each.folder}, {architecture.family}, {precision}")
         options = each.engine.options
-        beyond = architecture.beyond(options.max_prompt_tokens + options.max_response_tokens)
+        beyond = architecture.beyond(options.most_tokens)
         lines.append(
             f"memory      cache {each.engine.cache_bytes / 2**20:,.1f} MiB: {options.slots} slots, prompts of up to "
             f"{options.max_prompt_tokens:,} tokens, responses of up to {options.max_response_tokens:,}{beyond}"

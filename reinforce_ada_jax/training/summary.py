@@ -80,7 +80,7 @@ def model_and_memory(config: Config, components: Components, who: str) -> list[s
     """Returns the lines of `model_and_mesh` and one on memory, for a command that only draws."""
     weight_bytes = components.architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
     options = components.engine.options
-    beyond = components.architecture.beyond(options.max_prompt_tokens + options.max_response_tokens)
+    beyond = components.architecture.beyond(options.most_tokens)
     memory = f"memory      weights {weight_bytes / 2**20:,.1f} MiB, {cache(components)}{beyond}"
     return [*model_and_mesh(config, components, who), memory]
 
@@ -149,7 +149,7 @@ def summary(
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     ahead = ", while the next iteration is drawn" if config.draws_ahead else ""
     prints = f"; it prints to {buckets.origin(output_file(workdir))}" if config.reward.path else ""
-    beyond = architecture.beyond(options.max_prompt_tokens + options.max_response_tokens)
+    beyond = architecture.beyond(options.most_tokens)
     return "\n".join(
         [
             *model_and_mesh(config, components, str(components.folder)),

@@ -43,7 +43,7 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
     weight_bytes = architecture.num_parameters * engine.dtype.itemsize
     stop = ", ".join(f"{id} {served.tokenizer.token(id)!r}" for id in options.stop_ids)
     draws = f"temperature {sampling.temperature}, top_k {sampling.top_k or 'off'}, top_p {sampling.top_p}"
-    beyond = architecture.beyond(options.max_prompt_tokens + options.max_response_tokens)
+    beyond = architecture.beyond(options.most_tokens)
     public = not settings.is_loopback
     precision = describe_dtype(engine.dtype, jax.default_backend(), architecture.num_parameters)
     return "\n".join([

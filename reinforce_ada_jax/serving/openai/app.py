@@ -122,7 +122,7 @@ class App:
 
     def _description(self, name: str) -> dict[str, Any]:
         options = self.models[name].engine.options
-        longest = options.max_prompt_tokens + options.max_response_tokens
+        longest = options.most_tokens
         return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": longest}
 
     async def _list_models(self, _: Request) -> Response:
