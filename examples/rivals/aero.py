@@ -12,7 +12,8 @@ The sources are the abstract and a summary of the method by a reader, not the pa
 posterior is made, nor what is done with prompts of half or more. Ours: each prompt has a budget of its own,
 samples_per_round * max_rounds, since a strategy sees one prompt at a time, where the paper's is that of the batch; k is
 1; the prior is worth 2 draws of the estimator's pass rate; advantages are (r - p) / sqrt(p (1 - p)), and each group
-counts once; groups of half or more are kept whole.
+counts once; groups of half or more are kept whole. A reader's program has the posterior for groups that are all alike
+only, with the prior Beta(1, 1), and compares rewards with the mean of the group elsewhere.
 """
 
 import numpy as np

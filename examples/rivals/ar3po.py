@@ -9,8 +9,8 @@ earlier iteration takes the place of a wrong one. It is not trained on (option I
 with the negative advantages that the group then has. Advantages are (r - mean) / std, as in GRPO.
 
 The sources are the abstract and summaries of the method by readers, not the paper. Ours: the group has all responses of
-a prompt and counts once, whatever its size; k is samples_per_round, S max_rounds; a correct response of any earlier
-iteration will do, and it takes the place of the last wrong one.
+a prompt and counts once, whatever its size; k is samples_per_round, S max_rounds; the correct response, which the paper
+picks at random from earlier iterations, takes the place of the last wrong one.
 """
 
 import dataclasses

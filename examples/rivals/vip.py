@@ -7,9 +7,9 @@ The gradient of a prompt of pass rate p has the noise p (1 - p) / (n - 1) from n
 P prompts share P group_size draws, so that the sum of their noise is least: n - 1 is proportional to sqrt(p (1 - p)).
 p is the sigmoid of a Gaussian process over embeddings of the prompts, with a Gaussian kernel.
 
-The sources are the abstract and summaries by readers, not the paper. Ours: an embedding has the counts of the tokens; a
-kernel is as wide as the root mean square distance; the last visit of a prompt is an observation of its logit; the mean
-is that of all observations; a prompt has 2 to samples_per_round * max_rounds draws. Some thousand prompts are possible.
+The sources are the authors' program and summaries by readers, not the paper. Ours: an embedding has the counts of the
+tokens; a kernel is as wide as the root mean square distance; the last visit of a prompt is an observation of its logit;
+the mean is that of all; a prompt has 2 to samples_per_round * max_rounds draws (theirs 4 or more). For some thousands.
 """
 
 import dataclasses
