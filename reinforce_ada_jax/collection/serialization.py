@@ -4,6 +4,7 @@ The format is a JSON header and three arrays in NumPy's format, read without pic
 """
 
 import base64
+import collections
 import dataclasses
 import io
 import json
@@ -30,6 +31,12 @@ class CollectedShard:
         rollouts = [*self.pools, *self.partial.values()]
         ended = sum(response is not None for each in rollouts for response in each.responses)
         return ended + sum(len(each.begun) for each in self.partial.values())
+
+    def add_rollouts(self, other: "CollectedShard") -> None:
+        """Adds the rollouts of another shard, its pools as partial ones, and its counts."""
+        self.partial.update(other.partial)
+        self.partial.update({pool.prompt.id: partial_of(pool) for pool in other.pools})
+        self.counts.update(collections.Counter(self.counts) + collections.Counter(other.counts))
 
 
 def partial_of(pool: Pool) -> PartialRollouts:

@@ -1,10 +1,10 @@
 """Journal of graded responses of iterations that no checkpoint holds yet, for a resumed run.
 
 Drawing takes most of an iteration, and its result is small: 8 bytes a token. So each collection is written to a file
-when it is complete, and one that a request to end breaks off is written with the responses so far. For a kill a single
-process also writes those of a collection that goes on, at most once a minute. The file names the weights by their
-fingerprints. A resumed run that reaches the iteration with these weights takes the responses from the file; they have
-the bits that drawing again would give. The file is removed once a checkpoint has the iteration.
+when it is complete, and one that a request to end breaks off is written with the responses so far. For a kill those of
+a collection that goes on are written too, once a minute: other processes send theirs to process 0. The file names the
+weights by their fingerprints. A resumed run that reaches the iteration with these weights takes the responses from the
+file; they have the bits that drawing again would give. The file is removed once a checkpoint has the iteration.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ FOLDER, SUFFIX = "unfinished", ".responses"  # in the work directory; a line of 
 TOKEN_BYTES = 8
 # Limit of all files, 250 million tokens, so that they fill no disk. A resumed run draws further ones again.
 MOST_BYTES = 2 * 10**9
-# Seconds between two writings of a collection that goes on, and its most share of the time: 120 MB, 15 million tokens,
-# take a second or two.
+# Seconds until the responses of a collection that goes on are written, and the most share of the time that this takes:
+# 120 MB, 15 million tokens, take a second or two.
 EVERY_S, MOST_SHARE = 60.0, 0.02
 
 
@@ -58,6 +58,8 @@ class ResponseJournal:
         self._broken_off: dict[int, CollectedShard] = {}
         self._clock, self._next_at = clock, 0.0  # when a collection that goes on is written
         self._before: tuple[int, LearnerState] | None = None  # iteration, and the weights that it is drawn from
+        self._known: tuple[LearnerState, list[int]] | None = None  # weights and their fingerprints
+        self._sent: dict[int, tuple[int, bytes]] = {}  # iteration and responses so far of other processes
         files = self._folder.glob(f"*{SUFFIX}") if processes.is_writer() else ()
         found = json.dumps([int(file.stem) for file in files if file.stem.isdecimal()])
         self._found: set[int] = set(json.loads(processes.of_writer(found)))
@@ -74,7 +76,9 @@ class ResponseJournal:
         collected from now on is of these weights (`keep`).
         """
         iteration = state.iteration + 1
-        self._before, self._next_at = (iteration, state.learner), self._clock() + EVERY_S
+        self._before, self._next_at = (iteration, state.learner), self._clock() + self._period_s()
+        if self._stores_broken_off and processes.total() > 1:
+            self._fingerprints(state.learner)  # a program of all processes, which do not meet in `keep`
         if iteration not in self._found:
             return None
         self._found.discard(iteration)
@@ -114,18 +118,35 @@ class ResponseJournal:
     def keep(self, iteration: int, so_far: Callable[[], CollectedShard]) -> None:
         """Stores what is collected so far, if that is due: what a kill costs is then a minute of drawing.
 
-        Only where the responses of a broken collection are stored, and only a single process: several would have to
-        meet.
+        Only where the responses of a broken collection are stored, and no process only draws.
         """
         begin = self._clock()
-        if begin < self._next_at or not self._stores_broken_off or processes.total() > 1:
+        if begin < self._next_at or not self._stores_broken_off or processes.drawing():
             return
         if self._before is not None and self._before[0] == iteration:
             collected = so_far()
-            partial = _within(collected.partial, self._limit_bytes)
-            self._write(*self._before, CollectedShard([], partial, collected.counts))
+            if processes.is_writer():
+                for theirs in self._received(iteration):
+                    theirs.add_rollouts(collected)  # these are newer, if both have a prompt
+                    collected = theirs
+                partial = _within(collected.partial, self._limit_bytes)
+                self._write(*self._before, CollectedShard([], partial, collected.counts))
+            else:
+                processes.send(0, b"%d\n" % iteration + to_bytes(collected))
         now = self._clock()
-        self._next_at = now + max(EVERY_S, (now - begin) / MOST_SHARE)
+        self._next_at = now + max(self._period_s(), (now - begin) / MOST_SHARE)
+
+    def _period_s(self) -> float:
+        """Returns the seconds between two writings: what was sent is up to one period old when it is written."""
+        return EVERY_S / min(processes.total(), 2)
+
+    def _received(self, iteration: int) -> list[CollectedShard]:
+        """Returns the newest message of each other process about an iteration."""
+        for process in range(1, processes.count()):
+            while processes.has_sent(process):
+                number, _, content = processes.receive(process).partition(b"\n")
+                self._sent[process] = int(number), content
+        return [from_bytes(content, ()) for number, content in self._sent.values() if number == iteration]
 
     def forget(self, iteration: int) -> None:
         """Removes the files of iterations up to this one, which a complete checkpoint has."""
@@ -139,14 +160,20 @@ class ResponseJournal:
 
     def _header(self, iteration: int, learner: LearnerState, content: bytes) -> bytes:
         """Returns the first line of a file: identity of the run, iteration, weights and hash of the content."""
-        self._ready()
         record = {
             "identity": self._identity,
             "iteration": iteration,
-            "weights": fingerprints.numbers(learner),
+            "weights": self._fingerprints(learner),
             "sha256": hashlib.sha256(content).hexdigest(),
         }
         return json.dumps(record).encode()
+
+    def _fingerprints(self, learner: LearnerState) -> list[int]:
+        """Returns those of the weights; every process must call it unless it did so for these weights before."""
+        if self._known is None or self._known[0] is not learner:
+            self._ready()
+            self._known = learner, fingerprints.numbers(learner)
+        return self._known[1]
 
 
 def _within(partial: Mapping[str, PartialRollouts], limit_bytes: int) -> dict[str, PartialRollouts]:

@@ -9,19 +9,21 @@ replacement prompts are the next ones in the order of the data.
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from reinforce_ada_jax.collection.advantages import kept_draws
 from reinforce_ada_jax.collection.collect import EstimateFn
-from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, partial_of, to_bytes
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.strategies import Strategy, plan_draws
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt
 
 Counts = collections.Counter[str]
+KeepFn = Callable[[Callable[[], CollectedShard]], None]
 
 # First byte of a process's message: its shard is complete, or was broken off.
 _COMPLETE, _BROKEN_OFF = b"c", b"b"
@@ -40,7 +42,7 @@ class Job:
     # Filled if the collection ends early, also with the counts of its sampler.
     broken_off: CollectedShard = dataclasses.field(default_factory=lambda: CollectedShard([]))
     # Called with a function that returns what `broken_off` would get, whenever it may be stored.
-    keep: Callable[[Callable[[], CollectedShard]], None] = lambda _: None
+    keep: KeepFn = lambda _: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +96,28 @@ def collect_shards(job: Job, shards: ShardsFn) -> tuple[list[Pool], Counts]:
     # Each pass draws only prompts that are certainly needed, so together they are the shortest prefix that is enough.
     while dropped and replacements:
         prompts = [replacements.popleft() for _ in range(min(dropped, len(replacements)))]
-        more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()))
+        before = CollectedShard(pools, job.prefetch.partial, dict(counts))
+        keep = functools.partial(_keep_with, before, job.keep) if processes.index() == 0 else job.keep
+        more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()), keep=keep)
         try:
             found, counted = _collect_shards(more, shards, dataclasses.replace(plan, draws={}))
         except Interrupted:
-            _add(job.broken_off, CollectedShard(pools, job.prefetch.partial, dict(counts)))
+            job.broken_off.add_rollouts(before)
             raise
         dropped = _num_dropped(found, job.strategy)
         pools, counts = pools + found, counts + counted
     return pools, counts
+
+
+def _keep_with(before: CollectedShard, keep: KeepFn, so_far: Callable[[], CollectedShard]) -> None:
+    """Calls `keep` with what is collected so far and what was `before`."""
+
+    def both() -> CollectedShard:
+        collected = so_far()
+        collected.add_rollouts(before)
+        return collected
+
+    keep(both)
 
 
 def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: Callable[..., list[Pool]]) -> list[Pool]:
@@ -152,13 +167,6 @@ def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
     return sum(not kept_draws(pool, strategy).size for pool in pools) if strategy.extra_batches else 0
 
 
-def _add(broken_off: CollectedShard, shard: CollectedShard) -> None:
-    """Adds the rollouts of a shard to the record of a collection that is broken off."""
-    broken_off.partial.update(shard.partial)
-    broken_off.partial.update({pool.prompt.id: partial_of(pool) for pool in shard.pools})
-    broken_off.counts.update(Counts(broken_off.counts) + Counts(shard.counts))
-
-
 def shard_message(job: Job, plan: Plan, draw: DrawFn, num_shards: int, index: int) -> bytes:
     """Draws one shard of a job; returns the message that tells the other processes its results."""
 
@@ -191,7 +199,7 @@ def _collect_shards(job: Job, shards: ShardsFn, plan: Plan) -> tuple[list[Pool],
     found = [from_bytes(message[1:], job.prompts) for message in messages]
     if any(message.startswith(_BROKEN_OFF) for message in messages):
         for collected in found:
-            _add(job.broken_off, collected)
+            job.broken_off.add_rollouts(collected)
         raise Interrupted
     pool_of = {pool.prompt.id: pool for shard in found for pool in shard.pools}
     for collected in found:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.collection.serialization import from_bytes
 from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from tests.forked import Forked
@@ -161,6 +162,34 @@ def test_kills_keep_what_a_collection_has_so_far(tmp_path):
     (state, record), (unbroken, other) = restored(tmp_path / "run"), restored(tmp_path / "unbroken")
     jax.tree.map(np.testing.assert_array_equal, state, unbroken)
     assert record == other
+
+
+# A CPU keeps nothing of two processes, since the rest of the responses would be rounded otherwise.
+AS_AN_ACCELERATOR = """
+from reinforce_ada_jax.training import components
+
+components.rounds_alike = lambda config: True
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_of_one_process_keeps_what_both_have_drawn(tmp_path):
+    few = {"iterations": 1, "evaluation.every": 0, "collection.prompts_per_iteration": 32}
+    few |= {"learning.prompts_per_update": 32, "collection.strategy": "dapo"}  # of 32 prompts many are replaced
+    unharmed, taken_up = AS_AN_ACCELERATOR + UNHARMED, []
+    for number in (12, 24):
+        program = AS_AN_ACCELERATOR + AT_A_PHASE.format(phase="collecting", number=number, delay=0.0)
+        killed = ("-c", ALWAYS_STORED + program.replace("SIGTERM", "SIGKILL"))
+        run = start(tmp_path / "run", 2, [("-c", ALWAYS_STORED + unharmed), killed], **few)
+        said = [process.communicate(timeout=400) for process in run]
+        assert [process.returncode for process in run] == [RESTART, -signal.SIGKILL], said
+        taken_up += re.findall(r"iteration 1 begins with (\d+) stored responses", said[0][0] + said[0][1])
+        file = tmp_path / "run" / "unfinished" / "000001.responses"
+        taken_up.append(from_bytes(file.read_bytes().partition(b"\n")[2], ()).num_responses)
+    said = ended(start(tmp_path / "run", 2, [("-c", unharmed)] * 2, **few), 0)
+    taken_up += re.findall(r"iteration 1 begins with (\d+) stored responses", said[0])
+    first, taken, second, taken_at_last = map(int, taken_up)
+    assert 0 < first == taken < second == taken_at_last, taken_up
 
 
 @pytest.mark.slow

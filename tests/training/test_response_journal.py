@@ -1,16 +1,20 @@
 """Files of responses that no checkpoint holds: the run and the weights that they belong to take them, and no other."""
 
 import dataclasses
+import functools
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection.serialization import CollectedShard
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes
 from reinforce_ada_jax.learning.update import LearnerState
+from reinforce_ada_jax.training import fingerprints
 from reinforce_ada_jax.training.response_journal import FOLDER, ResponseJournal
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
+from tests import standins
 
 PROMPTS = [Prompt(name, "", "", np.zeros(1, np.int32)) for name in "abc"]
 IDENTITY = {"prompts": "these", "reward": "this"}
@@ -95,6 +99,35 @@ def test_a_collection_that_goes_on_is_stored_once_a_minute(tmp_path):
         assert asked == expected
     found = opened(tmp_path).read(state(6), PROMPTS)
     assert found.counts == {"tokens": 3} and found.partial["a"].responses[1].tokens.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("only_draws", [(), (1,)], ids=["all learn", "one only draws"])
+def test_process_0_stores_what_all_processes_have_so_far(tmp_path, monkeypatch, only_draws):
+    """Twice a minute. Of another process the newest message counts, and none about an earlier iteration."""
+    here, messages = SimpleNamespace(index=0, seconds=0.0), [b"6\nof another iteration"]
+    standins.of_processes(
+        monkeypatch, total=lambda: 2, count=lambda: 2, drawing=lambda: only_draws, is_writer=lambda: here.index == 0,
+        exchange=lambda payload: [payload], of_writer=lambda text: text,
+        send=lambda process, message: messages.append(message), has_sent=lambda process: bool(messages),
+        receive=lambda process: messages.pop(0),
+    )  # fmt: skip
+    journals = [opened(tmp_path, clock=lambda: here.seconds) for _ in range(2)]
+    for journal in journals:
+        journal.read(state(6), PROMPTS)
+    standins.not_called(monkeypatch, fingerprints, "numbers")  # the processes do not meet in `keep`
+
+    stored, file = [], tmp_path / FOLDER / "000007.responses"
+    for here.seconds, drawn in ((29.0, ("a", "b")), (31.0, ("", "b")), (59.0, ("a", "bc")), (62.0, ("a", "bc"))):
+        for here.index in (1, 0):
+            partial, counts = {name: PARTIAL[name] for name in drawn[here.index]}, {"tokens": 1 + here.index}
+            journals[here.index].keep(7, functools.partial(CollectedShard, [], partial, counts))
+        content = file.read_bytes().partition(b"\n")[2] if file.exists() else b""
+        stored.append("".join(sorted(from_bytes(content, PROMPTS).partial)) if content else "")
+    monkeypatch.undo()
+    assert stored == ([""] * 4 if only_draws else ["", "b", "b", "abc"])
+    if not only_draws:
+        found = opened(tmp_path).read(state(6), PROMPTS)
+        assert found.partial["b"].verdicts == PARTIAL["b"].verdicts and found.counts == {"tokens": 3}
 
 
 @pytest.mark.parametrize("why", ["rounds by slot", "drawn ahead"])

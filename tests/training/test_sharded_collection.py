@@ -185,6 +185,28 @@ def test_pools_are_those_of_one_process(in_processes, strategy, size):
         assert len(alone) > 13, "some were replaced"
 
 
+def test_what_is_stored_while_prompts_are_replaced_has_the_prompts_before(in_processes):
+    """Process 0 has what all processes drew before; the others have their replacements alone."""
+    stored = [[], []]
+
+    def program(index):
+        def draw(job):
+            job.keep(lambda: CollectedShard([], {}, {"tokens": 1}))
+            return collect(job.prompts, sample, verify, job.strategy), collections.Counter(tokens=10)
+
+        strategy = strategies.build(section("dapo"))
+        job = sharded_collection.Job(
+            make_prompts(f"p{row}" for row in range(13)), strategy, make_prompts(f"p{row}" for row in range(13, 40)),
+            keep=lambda so_far: stored[index].append(so_far()),
+        )  # fmt: skip
+        return sharded_collection.collect_everywhere(job, draw)
+
+    (pools, _), _ = in_processes(2).run(program)
+    of_all, of_replacements = [[len(shard.partial) for shard in each] for each in stored]
+    assert of_all[:2] == [0, 13] and 13 < of_all[-1] < len(pools) and not any(of_replacements)
+    assert [shard.counts["tokens"] for shard in stored[0][:3]] == [1, 21, 41]
+
+
 def test_what_is_drawn_ahead_is_everybodys(in_processes):
     processes = in_processes(2)
     (_, first), (_, second) = processes.run(lambda index: collected("balance", prefetch=2))
