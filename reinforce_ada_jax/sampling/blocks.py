@@ -94,7 +94,7 @@ def sample(
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Samples a token of each row; also returns its log-probability.
 
-    Log-probabilities are normalised, those below log 1e-38 count as -inf. Keys are from `token.draw_keys`, positions
+    Log-probabilities are normalised; those below log 1e-38 count as -inf. Keys are from `token.draw_keys`, positions
     those of the new tokens within their responses. With `mesh` the vocabulary is split over `tensor`.
     """
     num_devices = 1 if mesh is None else mesh.shape["tensor"]

@@ -75,9 +75,9 @@ def visible_pages(
     With `start` they are those of the tokens from there on, and the pages of a table may be a ring. They are in the
     order of the tables, not of page numbers: those depend on history, and sums must not.
 
-    Queries with the same `row` have the same table, and are next to each other by increasing lengths; None: no two
-    have. Then only the table of the last one is searched: a chunk of 128 tokens of one prompt of 65,536 would search
-    262,000 entries otherwise.
+    Queries with the same `row` have the same table, and are next to each other by increasing lengths. Only the table
+    of the last one is searched: a chunk of 128 tokens of one prompt of 65,536 would search 262,000 entries otherwise.
+    Without `row` every table is searched.
     """
     num_queries, width = table.shape
     query = jnp.arange(num_queries)
@@ -87,7 +87,7 @@ def visible_pages(
     is_last = jnp.append(is_other | (lengths[1:] == 0), True) & (lengths > 0)
     first = jax.lax.cummax(jnp.where(jnp.append(True, is_other), query, 0))
     at_a_time = max(1, min(num_queries, ENTRIES_AT_A_TIME // width))
-    # The last queries of the rows at the front; those behind them see nothing.
+    # `last` has the last query of each row at its front; the entries behind them see nothing.
     last = jnp.full(num_pages(num_queries, at_a_time) * at_a_time, num_queries)
     last = last.at[jnp.where(is_last, jnp.cumsum(is_last) - 1, last.shape[0])].set(query, mode="drop")
     most = min(pages, num_queries * width)
@@ -185,7 +185,7 @@ def prefill_chunk(
     options: EngineOptions,
     mesh: Mesh,
 ) -> tuple[Pools, Routes | None, Int[Array, " R"]]:
-    """Prefills up to `options.prefill_tokens` tokens of prompts; returns pages, routes and `Prompts.cached` then."""
+    """Prefills up to `options.prefill_tokens` tokens of prompts; returns pages, routes and the new `Prompts.cached`."""
     chunk, cached = next_chunk(prompts, options.prefill_tokens)
     backend, page_size, table = options.attention, options.page_size, prompts.table[chunk.row]
     layout, lengths = rings_lib.layout(model.architecture, options), jnp.where(chunk.wanted, chunk.position + 1, 0)

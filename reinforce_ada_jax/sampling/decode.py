@@ -65,7 +65,7 @@ def _change(
 ) -> tuple[DecodeState, Any]:
     """Applies `change` to the small records of a state and to `other` if `wanted`; returns (state, other).
 
-    Keys and values stay outside: a branch would copy them. Work that only a change needs belongs into `change`.
+    Keys and values stay outside: a branch would copy them. Work that only a change needs belongs in `change`.
     """
     small, other = jax.lax.cond(wanted, change, lambda *unchanged: unchanged, occupancy(state), other)
     return state.replace(pool=small.pool, prompts=small.prompts, queue=small.queue, slots=small.slots), other
@@ -133,7 +133,7 @@ def _refill(
 def _take_pages(
     state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""], options: EngineOptions
 ) -> DecodeState:
-    """Gives each slot the page of its next token, where wanted; evicts slots if fewer are free beyond `floor`."""
+    """Gives each slot the page of its next token, where wanted; evicts slots if too few are free beyond `floor`."""
     needs_page = slots_lib.needs_page(state.slots, options.page_size)
 
     def evict(small, redone, start, length):
@@ -217,7 +217,7 @@ def _append_tokens(
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Samples a token for every active slot, and one after each right guess, into its output row.
 
-    `computed` is of each slot, or of each row of `drafted`, whose guesses are verified. The active rows are
+    `computed` has a row for each slot, or for each row of `drafted`, whose guesses are verified. The active rows are
     among the first `num_rows`. Without `decoding` nothing changes. Returns the state, and which responses ended.
     """
     slots, requests, outputs, logprobs = state.slots, state.slots.requests, state.outputs, computed.logprobs
@@ -230,7 +230,7 @@ def _append_tokens(
     row_of = None if drafted is None else jnp.minimum(drafted.row_of, len(logprobs) - 1)
 
     def of_slots(x):
-        """Returns what rows have, by slot and input; without guesses each slot has one row."""
+        """Returns values of rows as [slot, input]; without guesses each slot has one row."""
         return x[:, None] if row_of is None else x[row_of]
 
     tokens, logprobs = map(of_slots, drawn)

@@ -102,7 +102,7 @@ class Engine:
     """Paged decoding for one architecture on one mesh. State goes in and comes out; only programs are kept.
 
     Along all axes but `tensor` the mesh holds replicas, which decode side by side; `options` are those of one of them.
-    Over several processes each passes the inputs of its own `replicas` and gets their outputs. All of them call the
+    Each of several processes passes the inputs of its own `replicas` and gets their outputs. All processes call the
     same methods in the same order: a window is one program of the whole mesh.
     """
 
@@ -272,8 +272,8 @@ class Engine:
     ) -> tuple[DecodeState, WindowOutputs]:
         """Prefills and decodes, in one dispatch, up to `window` tokens in all slots (`decode.decode_window`).
 
-        `inputs` has one entry for each of this process's replicas; `fetch_outputs` separates their outputs again. Over
-        several processes each must launch the window, with or without work; `agreed` is the largest `vote`.
+        `inputs` has one entry for each of this process's replicas; `fetch_outputs` separates their outputs again. Each
+        of several processes must launch the window, even without work; `WindowOutputs.agreed` has the largest `vote`.
         """
         votes = [self._stack([np.int32(vote)] * self.replicas)] if self.spans_processes else []
         return self._programs.decode_window(params, state, self._stack(inputs), *votes)

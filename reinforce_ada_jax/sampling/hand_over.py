@@ -31,7 +31,7 @@ class HandOver:
         self._whole = learner_shardings(architecture, options, whole)
         self._decoded = weight_shardings(architecture, options, sampler)
         devices = devices_of_processes([*learner.devices.flat, *sampler.devices.flat])
-        # Each process as `whole` has it: its devices that hold copies, and those that hold parts.
+        # The devices of each process on the axes of `whole`: its copies of the weights, and the parts of each copy.
         shape = -1, whole.shape["fsdp"], whole.shape["context"], whole.shape["tensor"]
         self._mesh = Mesh(np.array(devices).reshape(len(devices), *shape), (PROCESSES, *AXES))
 

@@ -1,8 +1,9 @@
-"""Attention of one new token per slot over pages, as Pallas kernels: JAX's own for TPU, and ours for GPU, for pages in
-int8, for sliding windows and for attention sinks on TPU.
+"""Attention of one new token per slot over pages, as Pallas kernels.
 
-Same meaning as `paged_attention.paged_attention`, which dispatches here. Both read a slot's live pages only, and run
-inside `shard_map` over the mesh axis `tensor`, each device with its own heads. Pages are assigned in pages.py and
+On TPUs it is JAX's own kernel, or ours for pages in int8, sliding windows and attention sinks. On GPUs it is ours.
+
+Same meaning as `paged_attention.paged_attention`, which dispatches here. All kernels read a slot's live pages only, and
+run inside `shard_map` over the mesh axis `tensor`, each device with its own heads. Pages are assigned in pages.py and
 written in page_writes.py.
 """
 
@@ -143,7 +144,7 @@ def pallas_tpu(
 
 
 def _tpu_kernel(
-    seen_ref,  # [slots * 2], of each slot the first token that it sees, and their end
+    seen_ref,  # [slots * 2]: for each slot the first token that it sees, and the end of its tokens
     table_ref,  # [slots * width]
     inputs,  # queries, [K, group, H], and sinks of the same shape, one number along H; or None
     pools,  # keys and values, each [K, pages, page_size, H], or Quantized; not yet read
@@ -255,7 +256,7 @@ def _tpu_own(query, key_pages, value_pages, *rest, block_pages: int, scale: floa
 def _gpu_kernel(
     query_ref,  # [rows, H]
     pools,  # keys and values, each [pages, page_size, H], or Quantized; not yet read
-    seen_ref,  # [2], the first token that the slot sees, and their end
+    seen_ref,  # [2]: the first token that the slot sees, and the end of its tokens
     table_ref,  # [width]
     mixed_ref,  # [rows, H]
     max_score_ref,  # [rows]
@@ -278,7 +279,7 @@ def _gpu_kernel(
         mixed, max_score, total = carry
         token = block * GPU_BLOCK_TOKENS + jnp.arange(GPU_BLOCK_TOKENS)
         live = (token >= start) & (token < length)
-        # Beyond the length the last live token is read again, so nothing else need be finite.
+        # Beyond the length the last live token is read again, so no other number needs to be finite.
         token = jnp.minimum(token, length - 1)
         page, offset = table_ref[token // page_size], token % page_size
         (key, key_scale), (value, value_scale) = (load(ref, page, offset) for ref in pools)

@@ -22,7 +22,8 @@ class Prefixes:
         longest = max(0, len(tokens) - 2)
         if longest < self._page_size:
             return 0, 0
-        # First the rows with the first page: comparing all tokens of all rows takes milliseconds for long prompts.
+        # Only rows with the same first page are compared further: comparing all tokens of all rows takes milliseconds
+        # for long prompts.
         first = self._tokens[:, : self._page_size] == tokens[None, : self._page_size]
         rows = np.flatnonzero(first.all(1) & (self._adapter == adapter))
         if not rows.size:

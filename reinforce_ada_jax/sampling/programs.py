@@ -96,7 +96,7 @@ def _plain(params: Params, options: EngineOptions) -> Params:
 def _gathered_in_layers(
     architecture: Architecture, options: EngineOptions, shardings: Params
 ) -> Callable[[Params], Params]:
-    """Returns a function that lays out decode weights, split as the learner's, as `shardings`."""
+    """Returns a function that gathers decode weights from the learner's layout to `shardings`, layer by layer."""
     (mesh,) = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     split = learner_shardings(architecture, options, mesh)
     stacked = _map_weights(architecture, options, lambda name, *_: name.startswith(LAYERS) and not options.apart)
@@ -111,15 +111,15 @@ def _gathered_in_layers(
 def cast_adapters(adapters: Params, options: EngineOptions) -> Params:
     """Returns adapters in the type of activations, as the learner computes with them.
 
-    On CPUs that is float32 in a bfloat16 run, too: rounded to bfloat16 they would differ by 5e-5 a token from the
-    learner's.
+    On CPUs that is float32 in a bfloat16 run, too: with adapters rounded to bfloat16, the engine's log-probabilities
+    differed from the learner's by 5e-5 a token.
     """
     return jax.tree.map(lambda x: x.astype(options.activations), adapters)
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Jitted functions over one state, which each of them donates; `params` are decode weights."""
+    """Jitted functions; each one that takes a state donates it. `params` are decode weights."""
 
     init_state: Any  # () -> an empty state
     decode_window: Any  # (params, state, inputs, vote where there are several processes) -> (state, outputs)

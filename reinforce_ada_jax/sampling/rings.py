@@ -1,8 +1,8 @@
 """Places of pages in the pool: those of sliding layers are rings, whose oldest page takes the next tokens.
 
-A sliding layer sees the last tokens of a sequence only. With rings (`EngineOptions.ring_window`) such a
-layer has a fixed number of pages for each slot and each prompt row, and none of the pool: tokens of column c of a page
-table are in page c modulo the size of the ring. What left the window is written over, and nothing is allocated or
+A sliding layer sees the last tokens of a sequence only. With rings (`EngineOptions.ring_window`) such a layer has a
+fixed number of pages for each slot and each prompt row, and none that is allocated: tokens of column c of a page table
+are in page c modulo the size of the ring. New tokens are written over those that left the window, so no page is
 released. A prompt's ring has room for a window and a chunk, since all keys of a chunk are written before a query reads.
 A draw reads the whole pages of its prompt in the prompt's ring, and its own tokens are in the ring of its slot.
 """
@@ -64,7 +64,7 @@ class Layout:
 
     pages: int  # of each layer without rings
     first: Int[np.ndarray, " L"]  # first page of each layer
-    slides: np.ndarray  # [L]: whether the layer has rings
+    slides: np.ndarray  # [L]; True where the layer has rings
     total: int
     rings: Rings | None
 
@@ -75,7 +75,7 @@ class Layout:
         return jnp.asarray(self.first, jnp.int32)[layer.number]
 
     def choose(self, layer: LayerPlace, of_pool: Array, of_rings: Array | None) -> Array:
-        """Returns the page numbers that are those of a layer."""
+        """Returns a layer's page numbers: `of_rings` if it slides, else `of_pool`."""
         if of_rings is None or layer.slides is None:
             return of_pool
         return jnp.where(layer.slides, of_rings, of_pool)

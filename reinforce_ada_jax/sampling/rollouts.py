@@ -190,9 +190,9 @@ class _Session:
         self.state: Any = None
         self.schedulers = [Scheduler(self.engine.options) for _ in range(self.engine.replicas)]
         self.prefetched: set[str] = set()  # prompts of later iterations
-        # Of all windows; where other processes decode too, of the last window.
+        # Steps of all windows; where other processes decode too, steps of the last window alone.
         self.decode_steps = np.zeros(self.engine.replicas, np.int64)
-        self.outcome = _WORKING  # of the votes on the last window that was read
+        self.outcome = _WORKING  # largest vote on the last window that was read
         self._cuts = self._keeps = False
         if self.engine.options.begun_tokens and isinstance(queue, CuttableQueue):
             self._keeps, queue.running = True, self._begun
@@ -261,7 +261,7 @@ class _Session:
         self._return_state()
 
     def _all_cut(self, submitted: WindowOutputs) -> bool:
-        """Returns True once: where all have nothing more to do, and cut now what runs; `submitted` has older votes."""
+        """Returns True once, when no process has more to do: all now cut what runs. `submitted` has older votes."""
         if self.outcome != _FINISHED or not self._cuts or self.voted_before_cut is not None:
             return False
         self.outcome, self.voted_before_cut = _WORKING, submitted
@@ -326,9 +326,10 @@ class _Session:
                 self._add(self.queue.take_speculative(missing, scheduler.rows.prompts))
 
     def _room_for_prefetch(self, scheduler: Scheduler) -> int:
-        """Returns the requests of later iterations that may start: for idle slots, and for those that a window frees.
+        """Returns the number of requests of later iterations that may start: one for each idle slot.
 
-        Those that a window frees are filled ahead only where it costs no time at the end, which cuts what still runs.
+        Where the end of the iteration cuts what still runs, slots that the window will free get requests, too.
+        Elsewhere such requests would lengthen the wait at the end.
         """
         if self._cuts and not scheduler.num_unopened:
             return scheduler.missing_requests

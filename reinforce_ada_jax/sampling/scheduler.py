@@ -77,7 +77,7 @@ class Scheduler:
 
     @property
     def missing_requests(self) -> int:
-        """Requests with which all slots would stay busy: for idle slots, and for those that a window sets free."""
+        """Requests that keep all slots busy: for idle slots, and for those that a window frees."""
         wanted = self.options.slots + self.options.slots // FREED_IN_A_WINDOW
         return max(0, wanted - len(self.rows.in_flight) - len(self._ready))
 
@@ -115,8 +115,8 @@ class Scheduler:
     def _pages_for_responses(self, more: int = 0, prompt_id: str = "") -> int:
         """Returns the pages that started and ready requests, and `more` of a prompt, are expected to hold in slots.
 
-        Without it prompts would take all pages but one response's where pages are few, and most slots would be idle.
-        Where nothing has started there is no such limit, so some prompt is always open.
+        Without this limit prompts would take all pages but those of one response where pages are few, and most slots
+        would be idle. There is no limit where nothing has started, so some prompt is always open.
         """
         started = len(self.rows.in_flight) + len(self._ready)
         running, mean = min(self.options.slots, started + more) if started else 0, self._lengths.mean()
@@ -176,7 +176,7 @@ class Scheduler:
     def _give_up(self, *, parked: bool = True) -> bool:
         """Closes one prompt or parked turn that nothing on the device needs; returns False if there is none.
 
-        The order: the oldest prompt without requests, then the oldest parked turn, at last one whose next turn waits.
+        It takes the oldest prompt without requests, else the oldest parked turn, else a turn whose next turn waits.
         """
         in_use = {opened.like for opened in self.opened if opened.shared}
         busy = {request.prompt.id for request in (*self.rows.in_flight.values(), *self._ready)}
@@ -316,7 +316,7 @@ class Scheduler:
             self.rows.finish(row)
             self._lengths.add(own_pages(len(request.prompt.tokens), len(response.tokens), self.options.page_size))
             responses.append(response)
-            self._end_turn(row, request, responses[-1], outputs)
+            self._end_turn(row, request, response, outputs)
         self.budget.parkable_turns = len(self.rows.park_rows)
         self.budget.read_window(int(outputs.free_pages))
         return responses

@@ -92,7 +92,7 @@ def cancel(state: State, cancelled: Bool[Array, " O"]) -> State:
 
 
 def choose_rows(mask: Bool[Array, " S"], new: Slots, old: Slots) -> Slots:
-    """Returns the slots of `new` where the mask says so, and those of `old` elsewhere."""
+    """Returns the slots of `new` where the mask is True, and those of `old` elsewhere."""
     return jax.tree.map(lambda new, old: jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old), new, old)
 
 
@@ -171,7 +171,7 @@ def first_pages(
 
 
 def choose_work(state: Occupancy, decode_steps: Any, num_ended: Any, window: int) -> tuple[Any, Any, Any]:
-    """Returns whether a window goes on, prefills and decodes (`decode.decode_window`); takes arrays of JAX and numpy.
+    """Returns three flags: the window goes on, prefills, decodes (`decode.decode_window`). Arrays are JAX's or numpy's.
 
     `decode_steps` were taken and `num_ended` responses ended in this window, which takes at most `window` steps.
     """

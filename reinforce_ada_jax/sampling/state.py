@@ -122,7 +122,7 @@ class Requests(Record):
     park_row: Int[ArrayLike, "*R"]  # prompt row that gets the response's pages when it ends; beyond the rows: none
     sampling: Sampling
     key: UInt32[ArrayLike, "*R words"]  # of the draw (`token.draw_keys`); in window inputs its address
-    begun: Int[ArrayLike, "*R"] | None = None  # tokens of the response at the end of its prompt; None: of no response
+    begun: Int[ArrayLike, "*R"] | None = None  # tokens of the response at the end of its prompt; None: no such tokens
 
     def with_max_tokens(self, max_tokens: Int[ArrayLike, "*R"]) -> "Requests":
         """Returns the same requests with other limits."""
@@ -187,10 +187,10 @@ class Drafts(Record):
 
 
 class Routes(Record):
-    """Experts of the tokens that a window computed, by layer: of a model with experts, for the learner's forward pass.
+    """Experts of the tokens that a window computed, by layer, for the learner's forward pass.
 
-    Those of a response are of the inputs of its tokens: the prompt's last token, and all tokens of the response but the
-    last. As those of `Outputs`, they begin with the input of the token at `start`.
+    A response has the experts of its inputs: the prompt's last token, and all tokens of the response but the last.
+    They begin with the input of the token at `Outputs.start`.
     """
 
     of_responses: UInt[ArrayLike, "O new LC"]
@@ -201,7 +201,7 @@ class Routes(Record):
 
 
 class WindowCounts(Record):
-    """Work of one window; None where the engine guesses nothing."""
+    """Work of one window; the counts of guesses are None where the engine guesses nothing."""
 
     decode_steps: Int[ArrayLike, ""]  # each by all slots
     busy: Int[ArrayLike, ""]  # slot-steps that made a token

@@ -70,7 +70,7 @@ def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Flo
 
 
 def next_logprobs(logits: Float[Array, "S V"], temperature: Float[Array, " S"]) -> Float[Array, "S V"]:
-    """Returns the untruncated log-probabilities of the next token at each slot's temperature; at 1 where it is 0."""
+    """Returns the untruncated log-probabilities of the next token at each slot's temperature; 0 counts as 1."""
     return distribution(logits, jnp.where(temperature == 0, 1.0, temperature)[:, None])
 
 
@@ -87,9 +87,9 @@ def sample(
     """Samples one token for each of the first `count` slots; also returns its untruncated log-probability.
 
     Log-probabilities are those of `next_logprobs`, keys those of `draw_keys`; `positions` are the indices of the new
-    tokens within their responses, from 0. Temperature 0 takes the most probable token. Slots beyond `count` get 0;
-    None: all are sampled. A loop takes `at_a_time` slots. With `mesh` the vocabulary is split over `tensor`. With
-    `blocks`, by default those of a large vocabulary, it is sampled in two levels (blocks.py).
+    tokens within their responses, from 0. Temperature 0 takes the most probable token. A loop takes `at_a_time` slots
+    and ends after the first `count` (None: all); results of other slots may be anything. With `mesh` the vocabulary is
+    split over `tensor`. With `blocks`, by default those of a large vocabulary, it is sampled in two levels (blocks.py).
     """
     num_slots, vocabulary = logprobs.shape
     rows = min(at_a_time, num_slots)
