@@ -107,7 +107,7 @@ def save(
 
 
 def load(folder: pathlib.Path, architecture: Architecture) -> tuple[Lora, dict[str, np.ndarray]]:
-    """Reads a folder that `save` wrote; returns what the adapters are, and their matrices by dotted path.
+    """Reads a folder that `save` wrote; returns size and places of the adapters, and their matrices by dotted path.
 
     Raises:
       ValueError: a file is missing, or is not of adapters of this architecture.

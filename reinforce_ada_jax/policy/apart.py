@@ -1,8 +1,8 @@
 """Weights of layers as arrays of their own: how a GPU reads them in decoding.
 
-A loop over stacked weights takes a layer's part of them in each turn. On GPUs products don't read such a part where it
-lies: XLA copies it first, so that the weights of the layers pass through memory three times in a step. They do read
-whole arrays. The layers are then computed one after the other, without a loop (`transformer.run`).
+A loop over stacked weights takes one layer's part of them in each iteration. On GPUs a product can't read such a part
+in place: XLA copies it first, so that the weights of the layers pass through memory three times in a step. A product
+reads a whole array in place. So the layers are computed one after the other, without a loop (`transformer.run`).
 """
 
 from collections.abc import Callable

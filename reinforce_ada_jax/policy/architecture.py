@@ -41,7 +41,7 @@ OWN_THETAS = ("olmo3", "gemma3_text")  # sliding layers have a rotary base of th
 SLIDING = ("ministral", *PATTERNS)  # `layer_types` says which layers have a window
 # Sizes that the text part of an image model leaves out (Gemma 3 4B, 12B and 27B).
 TEXT_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
-# The largest that a file may ask for.
+# Largest values that a config.json may have.
 MOST = {
     "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2**12,
     "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**12, "max_position_embeddings": 2**31 - 1,
@@ -85,7 +85,7 @@ class Architecture:
     renormalizes_experts: bool = False  # the probabilities of a token's experts are divided by their sum
     output_bias: bool = False  # of attention
     attention_sinks: bool = False  # a learned score of each head, which takes its share of the softmax and has no value
-    expert_limit: float = 0.0  # experts of gpt-oss, with biases, and their numbers within it; 0: those of the others
+    expert_limit: float = 0.0  # bound inside the experts of gpt-oss, which have biases; 0: experts of another family
 
     def layer_weights(self, *, active: bool = False) -> int:
         """Returns the number of weights in one layer's matrices, with the biases of experts.
@@ -185,7 +185,7 @@ def _ids(value: Any) -> tuple[Any, ...]:
 
 
 def _unrotated_layers(config: dict[str, Any]) -> tuple[int, ...]:
-    """The layers without rotary positions: 0 in `no_rope_layers`, else each last one of `no_rope_layer_interval`."""
+    """Returns the layers without rotary positions: 0 in `no_rope_layers`, else every `no_rope_layer_interval`-th."""
     layers, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
     if not _whole(interval, 1, MOST["num_hidden_layers"]):
         raise ValueError(
@@ -198,7 +198,7 @@ def _unrotated_layers(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
-    """The layers with a sliding window, by `layer_types`; without it all, or all but the last of a pattern."""
+    """Returns the layers with a sliding window, by `layer_types`; without it all, or all but the last of a pattern."""
     layers = config["num_hidden_layers"]
     if family == "mistral" or (family == "ministral" and not config.get("layer_types")):
         return tuple(range(layers)) if config.get("sliding_window", 4096) is not None else ()
@@ -234,7 +234,7 @@ def _experts(config: dict[str, Any], family: str) -> dict[str, Any]:
         num_experts=config["num_experts"],
         experts_per_token=config["num_experts_per_tok"],
         expert_size=config[EXPERT_SIZES[family]],
-        # The softmax of the largest scores alone, as gpt-oss has it, is that of all scores, divided by its sum.
+        # gpt-oss takes the softmax of the chosen scores alone: that of all scores, divided by its sum over the chosen.
         renormalizes_experts=family == "gpt_oss" or bool(config.get("norm_topk_prob", False)),
         expert_limit=float(config.get("swiglu_limit") or 7.0) if family == "gpt_oss" else 0.0,
     )
@@ -267,7 +267,7 @@ def _refuse(config: dict[str, Any], family: str) -> None:
 
 
 def from_hf(config: dict[str, Any]) -> Architecture:
-    """The architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
+    """Returns the architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
 
     Raises ValueError where this decoder does not compute it, or a size is missing.
     """

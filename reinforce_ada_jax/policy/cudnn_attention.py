@@ -1,6 +1,6 @@
 """Causal attention over whole rows as cuDNN's kernels for NVIDIA GPUs: no [T, T] scores exist in memory.
 
-Same meaning as `transformer.causal_attend`, forwards and backwards, and the same signature but for two arguments.
+Same meaning as `transformer.causal_attend`, forwards and backwards, and the same signature with two more arguments.
 
 Rows of one sequence go through JAX's public function. Packed rows go through the one below it, which takes the offsets
 and lengths of sequences. The public one takes a mask instead: a bias of [T, T] for each row, which cuDNN reads for
@@ -55,8 +55,8 @@ def refusal(capability: str, dtype: DTypeLike, head_dim: int, *, packed: bool) -
 def sequences(segment_ids: Int[Array, "B T"], max_segments: int) -> tuple[Int[Array, "B M"], Int[Array, "B _"]]:
     """Returns lengths and first positions of the sequences of each row, padding included.
 
-    Both are -1 where there is no sequence. There is one more position than lengths, as JAX expects it. Ids are
-    ascending in each row; the largest is `max_segments`, that of padding in full rows.
+    Both are -1 where there is no sequence. There is one more position than lengths, as JAX expects it. Ids ascend in
+    each row, from 0 to `max_segments` at most, which is the id of padding.
     """
     is_own = segment_ids[:, :, None] == jnp.arange(max_segments + 1)[None, None]
     lengths = jnp.sum(is_own, axis=1, dtype=jnp.int32)
@@ -91,7 +91,7 @@ def _local(
 
 
 def attend(query, key, value, layer, segment_ids=None, *, mesh: Mesh, max_segments: int):
-    """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
+    """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments.
 
     Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Segment ids ascend in
     each row, with at most `max_segments` sequences. Raises ValueError for packed rows with 2^31 numbers of queries or

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
     records: bool = False  # the experts of each token are returned
 
 
-FREE = Routing()  # routers choose, and nobody asks for their choices
+FREE = Routing()  # routers choose, and their choices are not returned
 
 
 class Biases(NamedTuple):
@@ -47,7 +47,7 @@ class Biases(NamedTuple):
 
 
 def record_dtype(architecture: Architecture) -> np.dtype:
-    """Returns the type of recorded numbers of experts; its largest number is none."""
+    """Returns the type of recorded expert numbers; its largest value means that no expert is recorded."""
     return np.dtype(np.uint8 if architecture.num_experts < np.iinfo(np.uint8).max else np.uint16)
 
 
@@ -90,14 +90,14 @@ def choose(
 
 
 def _permuted(x: Float[Array, "R D"], order: Int[Array, " R"]) -> Float[Array, "R D"]:
-    # Said to be unique, or the gradient would be a sum of colliding rows, whose order a GPU does not fix.
+    # Declared unique: otherwise the gradient would add colliding rows, whose order a GPU does not fix.
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
 def clamped_swiglu(gate_up: Float[Array, "R Y"], limit: float) -> Float[Array, "R X"]:
-    """Computes (up + 1) gate sigmoid(alpha gate) of numbers of gate and up by turns, as gpt-oss does.
+    """Computes (up + 1) gate sigmoid(alpha gate), as gpt-oss does; columns of gate and up alternate.
 
-    Gates are at most `limit`, and the others within it on both sides.
+    Gates are clipped from above at `limit`, and ups on both sides.
     """
     gate, up = jnp.minimum(gate_up[:, ::2], limit), jnp.clip(gate_up[:, 1::2], -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
@@ -115,9 +115,9 @@ def mixture(
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"]]:
     """Computes sum_e weight_e down_e(silu(gate_e(x)) * up_e(x)) over the experts of each token, and returns these, too.
 
-    With biases it is the sum of gpt-oss: columns of `gate` are those of gate and up by turns, and `clamped_swiglu`.
-    Logits, softmax and weights are in float32, of a router in x.dtype. `replayed` is as for `choose`. With fewer
-    matrices than experts, those of this device along `tensor`, the sum is over these alone.
+    With biases it is the sum of gpt-oss, with `clamped_swiglu`: columns of gate and up alternate in `gate`.
+    The router is in x.dtype; logits, softmax and weights are float32. `replayed` is as for `choose`. With fewer
+    matrices than experts (those of this device along `tensor`) the sum is over these alone.
     """
     tokens, chosen_each = x.reshape(-1, x.shape[-1]), architecture.experts_per_token
     logits = jnp.dot(tokens, router, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -144,7 +144,7 @@ def mixture(
         results = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
     else:
         assert biases is not None
-        # A product: as the gradient of reading rows, the sum of colliding ones would have no order on a GPU.
+        # A matrix product: the gradient of a gather would add colliding rows, in no fixed order on a GPU.
         is_own = jax.nn.one_hot(expert[order], len(down), dtype=x.dtype)
         gate_up = product(rows, gate) + is_own @ biases.gate_up
         results = product(clamped_swiglu(gate_up, architecture.expert_limit), down) + is_own @ biases.down

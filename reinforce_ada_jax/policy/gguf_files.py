@@ -36,7 +36,7 @@ NAMES = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 CHUNK_BYTES = 2**24  # of quantised rows that are made into numbers at a time
-# Names in the metadata, after "FAMILY.", by those of config.json; all but the last two must be there.
+# Names in the metadata, after "FAMILY.", by those of config.json; the last three may be missing.
 SIZES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
@@ -45,7 +45,7 @@ SIZES = {
 
 
 def _number(metadata: dict[str, Any], key: str, default: float) -> float:
-    """Returns a number of the metadata, as the shortest one with this float32: 1e-05 for 9.999999747378752e-06."""
+    """Returns a number of the metadata as the shortest decimal with its float32: 1e-05 for 9.999999747378752e-06."""
     number = metadata.get(key, default)
     if type(number) is not float:
         raise ValueError(f"{key} is {number!r:.40}, no number with decimals")

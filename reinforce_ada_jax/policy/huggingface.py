@@ -116,7 +116,7 @@ def _text_headers(headers: dict[str, weight_files.Header]) -> dict[str, weight_f
 
 
 def check_weights(folder: pathlib.Path, architecture: Architecture) -> dict[str, weight_files.Header]:
-    """Returns the headers of a folder's tensors, by which every tensor is there with its shape.
+    """Returns the headers of a folder's tensors, after checking that each is there with its shape.
 
     Raises ValueError where a file or a tensor is missing, or does not fit the architecture.
     """
@@ -184,9 +184,9 @@ def load(
     """Returns a Hugging Face folder's architecture and weights, sharded from the start if a mesh is given.
 
     Each number of the files is read by one device, as far as the sizes divide, and by its process alone. The devices
-    then exchange what they need of it. Beyond the result, at most one tensor of the files is in the host's memory, or
-    twice one of the matrices of all experts of a layer. The devices hold one layer more, and at the end a second copy
-    of what is outside of the layers (embedding, head).
+    then exchange what they need of it. In addition to the result the host holds one tensor of the files, or two copies
+    of one matrix of all experts of a layer. The devices hold one layer more, and at the end a second copy of what is
+    outside of the layers (embedding, head).
 
     Args:
       folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16, experts

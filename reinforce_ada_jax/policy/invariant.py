@@ -42,7 +42,7 @@ def check_platform(name: str) -> None:
 
 
 def num_tiles(count: Int[Array, "..."] | int, size: int) -> Any:
-    """Returns the tiles that hold `count` rows or keys."""
+    """Returns the number of tiles that hold `count` rows or keys."""
     return (count + size - 1) // size
 
 

@@ -172,7 +172,7 @@ def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | Non
 
 
 def rotary_factor(architecture: Architecture, slides: Bool[Array, ""] | None = None) -> float | Float[Array, ""]:
-    """Returns what rotated queries and keys of a layer are multiplied by."""
+    """Returns the factor of rotated queries and keys of a layer."""
     factor = 1.0 if architecture.rope_scaling is None else architecture.rope_scaling.attention_factor
     if factor == 1.0 or slides is None or architecture.sliding_theta is None:
         return factor

@@ -111,7 +111,7 @@ def init(
 
 
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
-    """Returns the policy: the arrays of `base`, those with adapters as `Adapted`; only files can't hold it."""
+    """Returns the policy: the arrays of `base`, where those with adapters are `Adapted`."""
     weights, matrices = flatten(base), flatten(adapters)
     for name in (TARGETS[target] for target in lora.targets):
         weights[name] = Adapted(weights[name], matrices[f"{name}.a"], matrices[f"{name}.b"], lora.scaling)

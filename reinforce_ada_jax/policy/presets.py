@@ -1,4 +1,4 @@
-"""The sizes of published models, for plans and measurements that need no weights: what config.json says of them."""
+"""Sizes of published models, as in their config.json, for plans and measurements that need no weights."""
 
 _QWEN25_1P5B = dict(
     model_type="qwen2", vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,

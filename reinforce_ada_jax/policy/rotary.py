@@ -108,7 +108,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
     else:
 
         def index(turns: float) -> float:
-            """The index, with a fraction, of the frequency that turns so often."""
+            """Returns the fractional index of the frequency with this number of turns."""
             return head_dim * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         first, last = index(high), index(low)

@@ -128,8 +128,8 @@ def product(x: Array, matrix: Rounded, num_inputs: int) -> Array:
 def is_faster() -> bool:
     """Returns True if this processor needs at most two thirds of the time for products of rounded matrices.
 
-    256 rows by a matrix of 576 x 1,536, a layer's in a small language model, forwards and backwards; the least of
-    fifteen times each, in turn, since other programs may be running. False, too, where XLA can't run them.
+    It times 256 rows by a matrix of 576 x 1,536, as in a small language model, forwards and backwards. It takes the
+    least of fifteen times each, in turn, since other programs may be running. False, too, where XLA can't run them.
     """
     x, matrix = jnp.ones((256, 576)), jnp.ones((576, 1536))
 

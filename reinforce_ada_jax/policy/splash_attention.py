@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 
-# Blocks of positions, the largest that divides a row, or a part of one, is taken; rows are padded to a multiple of the
-# smallest.
+# Positions of a block. The largest that divides a row, or a part of one, is taken; rows are padded to a multiple of
+# the smallest.
 BLOCKS = (512, 384, 256, 128)
 
 
@@ -31,7 +31,7 @@ def block_size(tokens: int) -> int:
 
 
 def _padded_head(size: int) -> int:
-    """Columns of a head as the kernels take it: 64, or lanes of 128."""
+    """Returns the columns of a head as the kernels take it: 64, or a multiple of 128 lanes."""
     return 64 if size <= 64 else -(-size // 128) * 128
 
 
@@ -91,7 +91,7 @@ def _local(
 
 
 def attend(query, key, value, layer, segment_ids=None, *, mesh: Mesh, interpret: bool = False):
-    """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
+    """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments.
 
     Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Rows that
     `mesh.cut_rows` has cut have parts of a multiple of 128 tokens; a device reads keys and values of all parts of its

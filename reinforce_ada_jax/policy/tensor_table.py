@@ -31,7 +31,7 @@ TABLE = {
     "final_norm": ("D", "model.norm.weight", "D"),
     "head": ("D V", "lm_head.weight", "V D"),
 }
-# What other architectures have instead, or have more. Each expert (E) is a tensor of its own there, as each layer is.
+# Other architectures have these instead, or in addition. Each expert (E) of a layer is a tensor of its own there.
 NORM_AFTER = {
     "layers.attention_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
     "layers.mlp_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),
@@ -83,8 +83,8 @@ class Part:
     def read(self, index: tuple[slice, ...], get: Callable[[tuple[slice, ...]], np.ndarray]) -> np.ndarray:
         """Returns the elements of the weight's part with this index.
 
-        `get` returns a region of the tensor in the file. Of axes that are one axis there, the region is cut along the
-        first alone: each of its elements is a run of the others.
+        `get` returns a region of the tensor in the file. Where several of our axes are one axis there, the region is
+        cut along the first alone; the others are cut after reading.
         """
         outer = (self.layer is not None) + (self.expert is not None)
         sizes = iter(self.ours[outer:])

@@ -84,7 +84,7 @@ def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """Choices of how the layers are computed. All but the types have the same results up to rounding."""
+    """Choices of how the layers are computed. All but the types give the same results up to rounding."""
 
     dtype: DTypeLike  # of activations and matrix products; weights are cast where they are used
     rounds: bool = False  # products round to bfloat16 (`rounded.py`), and so are the final hidden states
@@ -348,7 +348,7 @@ def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "
     if isinstance(weight, Rounded):
         if not tied:
             return logits(weight.matrix)
-        # The embedding on the left, or XLA would copy its transpose in each step.
+        # The embedding is on the left, or XLA would copy its transpose in each step.
         product = jnp.einsum("VD,BTD->VBT", weight.matrix, hidden, preferred_element_type=jnp.float32)
         return jnp.moveaxis(jax.lax.optimization_barrier(product), 0, 2)
     return logits(weight)

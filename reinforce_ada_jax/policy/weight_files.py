@@ -25,7 +25,7 @@ DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 EARLIER = "Export an earlier checkpoint of the run, with --iteration."
 POINTER = b"version https://git-lfs"  # begins what a clone without Git LFS has in place of a file
 MAX_NAME = 255  # characters of a file's name
-# A header of 16 MiB has 150,000 tensors. The library's own limit of 100 MB is one of 24 seconds and 1.8 GB.
+# A header of 16 MiB has 150,000 tensors. One at the library's own limit of 100 MB takes 24 seconds and 1.8 GB.
 MAX_HEADER_BYTES = 16 * 2**20
 
 
@@ -132,7 +132,7 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    # In order, each filled as far as it goes; a tensor larger than the limit has its own.
+    # Tensors fill the shards in order; a tensor larger than the limit has a shard of its own.
     shards: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():
@@ -170,7 +170,7 @@ def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def check_finite(folder: str, name: str, value: np.ndarray, remedy: str) -> None:
     """Raises ValueError, with the `remedy`, if a tensor of `folder` has values that are NaN or infinite."""
-    # A block at a time, or its mask would be a quarter of a tensor more. 7 billion bfloat16 take 11 s.
+    # One block at a time: the mask of a whole tensor would take a quarter of its size. 7 billion bfloat16 take 11 s.
     flat, block = value.reshape(-1), 2**20
     count = sum(int((~np.isfinite(flat[begin : begin + block])).sum()) for begin in range(0, flat.size, block))
     if count:
