@@ -79,8 +79,9 @@ class Batch(Record):
 def pack(lengths: Sequence[int], row_tokens: int, per_row: int) -> list[list[int]]:
     """Assigns sequences, by their index, to rows: the longest first, each to the first row that has room for it.
 
-    First-fit decreasing needs at most 11/9 of the fewest possible rows, and one more (Johnson, 1973). Each sequence has
-    at most `row_tokens` tokens. With `per_row` 1 each has a row of its own, in the order given.
+    Where `per_row` sets no limit, first-fit decreasing needs at most 11/9 of the fewest possible rows, and one more
+    (Yue, 1991). Each sequence has at most `row_tokens` tokens. With `per_row` 1 each has a row of its own, in the order
+    given.
     """
     if per_row == 1:
         return [[index] for index in range(len(lengths))]

@@ -91,7 +91,6 @@ def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) 
 
     if config.mesh is not None:
         rows, of_head = _specs(config, gathered=True)
-        # Sums over axes are written out.
         in_specs = rows, of_head, rows
         local = mesh_lib.shard_map(local, config.mesh, in_specs=in_specs, out_specs=rows)
     return local(hidden, _to_gather(config, head, hidden), targets)

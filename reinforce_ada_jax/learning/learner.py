@@ -66,8 +66,8 @@ def response_logprobs(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"], Float[Array, "L E"] | None]:
     """Computes the log-probability of every response token, the entropy where it was chosen, and the load of experts.
 
-    Beyond the responses the first two are arbitrary. Only the R of T hidden states that predict a response token meet
-    the head; of rows that are cut over `context` all do, each on its own device, and no hidden states are gathered. The
+    Beyond the responses the first two are arbitrary. The head is applied only to the R of T hidden states that predict
+    a response token. In rows that are cut over `context` it is applied to all of them, so that none is gathered. The
     load is the number of tokens of each expert, without padding; None in a model without experts.
     """
     parts = 1 if head.mesh is None else head.mesh.shape["context"]
@@ -129,7 +129,7 @@ class Learner:
         self.platform = platform_lib.of_mesh(mesh, config.learning, architecture, dtype)
         platform_lib.check_parts(self.platform, mesh, config)
         self._loss_config = loss_config(config)
-        # Responses whose advantage is 0 have a gradient, too.
+        # True if responses whose advantage is 0 have a gradient, too.
         self.loss_needs_all = token_losses.has_slope_without_advantage(self._loss_config.loss)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
         self._optimizer = make_optimizer(config.learning, config.num_updates)

@@ -26,7 +26,7 @@ from reinforce_ada_jax.learning.token_losses import (
 
 # Bound of k3, as in the reference program.
 MAX_K3 = 10.0
-# The series of exp(-d) - 1 + d ends before d^12: below 1 the rest is less than 5e-9 of the value.
+# The series of exp(-d) - 1 + d ends before d^12: below 1 the rest is less than 6e-9 of the value.
 SERIES_LENGTH = 12
 
 
@@ -201,12 +201,12 @@ def clipped_policy_loss(  # noqa: PLR0913 (public: arrays, and the settings of t
 
 @jax.custom_jvp
 def exp_remainder(d: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Computes exp(-d) - 1 + d, to a few units in the last place for any d, as is its slope 1 - exp(-d).
+    """Computes exp(-d) - 1 + d, and its slope 1 - exp(-d), to a few units in the last place for any d.
 
-    Near 0 the value is d^2 / 2, and exp(-d) - 1 + d rounds it to multiples of 6e-8 in float32. expm1(-d) + d cancels
-    too, in the term -d; so for |d| < 1 the value is the sum of the rest of the series, d^2 / 2 - d^3 / 6 + ...
+    Near 0 the value is d^2 / 2, and exp(-d) - 1 + d rounds it to multiples of 6e-8 in float32. In expm1(-d) + d the
+    term -d cancels, too. So for |d| < 1 the value is the sum of the rest of the series, d^2 / 2 - d^3 / 6 + ...
     """
-    small = jnp.where(jnp.abs(d) < 1, d, 0.0)  # the series of others would overflow
+    small = jnp.where(jnp.abs(d) < 1, d, 0.0)  # for larger ones the series would overflow
     series = jnp.zeros_like(d)
     for n in reversed(range(2, SERIES_LENGTH)):
         series = (-1) ** n / math.factorial(n) + small * series

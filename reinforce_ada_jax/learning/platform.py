@@ -33,9 +33,9 @@ TPU_FLOPS = {
 OTHER_FLOPS = {"gpu": 312e12, "cpu": 5e10}
 # Smallest block of the kernels of `policy.splash_attention`.
 SPLASH_BLOCK = 128
-# With as many weights products take most of the time on a CPU, and their precision matters for it.
+# With this many weights or more, products take most of the time on a CPU, so their precision decides it.
 LARGE = 10**7
-# Seconds of a program in the chain of an update at the peak rate, which real programs do not reach.
+# Seconds of one program of an update's chain, at the peak rate; real programs take longer.
 PROGRAM_S = 2.0
 # Largest share of a TPU's memory for the copy of `gathers_once`; published runs with 17 % fit (docs/scale.md).
 GATHERED_SHARE = 0.18
@@ -69,8 +69,11 @@ class Platform:
 
 
 def chosen_dtype(config: Config, name: str, num_parameters: int = 0) -> Config:
-    """Returns the configuration with the `model.compute_dtype` of a platform and a model; invariant numerics take
-    float32. On CPUs a large dense model takes bfloat16 where its products are faster, as measured here."""
+    """Returns the configuration with the `model.compute_dtype` of a platform and a model.
+
+    Invariant numerics take float32. On CPUs a model of `LARGE` or more parameters takes bfloat16 where its products are
+    faster, as measured here, unless it has adapters. Callers pass 0 parameters for a model with experts.
+    """
     if config.model.compute_dtype != "auto":
         return config
     rounds = num_parameters >= LARGE and not config.lora.rank and rounded.is_faster()

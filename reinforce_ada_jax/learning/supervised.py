@@ -14,7 +14,7 @@ from reinforce_ada_jax.policy.transformer import Params
 class SupervisedLearner(Learner):
     """A `Learner` whose loss is -log p of the response tokens, each times its `Batch.advantages`, aggregated.
 
-    Batches have `old_logprobs`, whatever they are: no sampler's are compared.
+    Batches have `old_logprobs` of any value: nothing is compared with a sampler.
     """
 
     def _loss(

@@ -60,7 +60,7 @@ def take_step(optimizer: optax.GradientTransformation, state: LearnerState, grad
 
 
 class UpdateMetrics(NamedTuple):
-    """Metrics of one update: means over tokens of the whole minibatch, except where it says otherwise.
+    """Metrics of one update: means over tokens of the whole minibatch, except where a field says otherwise.
 
     Where responses with advantage 0 are left out, those of `ESTIMATES` are estimates: the computed responses stand for
     the others (`loss.metric_weights`). The other means are exact.
@@ -153,7 +153,7 @@ class UpdatePrograms:
         self._finish = jax.jit(self._finished, donate_argnames="state")
 
     def _sums_shardings(self) -> Sums:
-        """Returns the layout of `Sums`: gradients as weights lie."""
+        """Returns the layout of `Sums`: gradients have that of the weights."""
         if mesh_lib.num_slices(self._mesh) == 1:
             return Sums(self._param_shardings, self._replicated, self._replicated)
 

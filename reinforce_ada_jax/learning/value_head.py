@@ -48,7 +48,7 @@ def prompt_features(
     h / D has 0.094 at D = 64, and with its features repeated to D = 1536; h / sqrt(D) 0.099 and 0.146; h itself 0.176
     and 0.287. The best constant has 0.105, the best linear head 0.076.
 
-    Rows without a token give any finite numbers.
+    Results of rows without a token are finite and have no meaning.
     """
     hidden = hidden_states(merge(architecture, params), tokens, execution=Execution(dtype))
     last = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -130,7 +130,7 @@ class ValueHead:
         self._features: dict[str, Float[np.ndarray, " D"]] = {}  # of the prompts last estimated, by id
 
     def estimate(self, params: Params, prompts: Sequence[Prompt]) -> Float[np.ndarray, " P"]:
-        """Estimates the pass rates under these weights, in [1e-3, 1 - 1e-3], float64; keeps features for `observe`."""
+        """Returns estimated pass rates in [1e-3, 1 - 1e-3], float64; keeps the prompts' features for `observe`."""
         self._features = {}
         for start in range(0, len(prompts), self._rows):
             chunk = prompts[start : start + self._rows]
