@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-THREADS = 2  # more of them keep the first program, which is needed first, from the processor
+THREADS = 2  # with more of them the first program, which is needed first, gets less of the processor
 LOOK_EVERY_S = 0.5
 
 Lower = Callable[[], jax.stages.Lowered]

@@ -73,9 +73,8 @@ def make_mesh(
 ) -> Mesh:
     """Returns a mesh of exactly data * fsdp * context * tensor devices (the first of `devices`, or of all of JAX's).
 
-    Devices of one process are neighbours; `tensor`, the innermost axis, and so a decode replica, is in one process.
-    `data` goes over all slices, which are equal parts of the devices; `slices` is their number (None: as the devices
-    say).
+    Devices of one process are neighbours. `tensor` is the innermost axis, so a decode replica is in one process. `data`
+    goes over all slices, which are equal parts of the devices; `slices` is their number (None: read from the devices).
 
     Raises:
       ValueError: there are fewer devices; with several processes, some would be left out or `tensor` span them; or
@@ -270,8 +269,8 @@ def in_layers(stacked: jax.Array, whole: NamedSharding) -> jax.Array:
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
     """Returns the sharding of an array with these logical axes on `mesh`.
 
-    Of `context` and the axes beside it, those of one device are left out, as in the results of JAX's programs: arrays
-    in layouts of other names would compile a program again.
+    A `context` of one device is left out; with more devices, so are axes of one device beside it. The results of JAX's
+    programs have the same names: arrays in layouts of other names would compile a program again.
     """
 
     def split(axis: str | None) -> str | tuple[str, ...] | None:

@@ -219,7 +219,7 @@ def _gatherer(num_processes: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def send(process: int, message: bytes) -> None:
-    """Sends a message to another process, which gets it with `receive`; no program runs, and nobody waits."""
+    """Sends a message to another process, which gets it with `receive`; no program runs, and no process waits."""
     key, store = f"{MESSAGES}/{index()} {process}", _coordination()[0]
     parts = [message[start : start + CHUNK] for start in range(0, len(message), CHUNK)] or [b""]
     for part, more in zip(parts, [_MORE] * (len(parts) - 1) + [_LAST], strict=True):

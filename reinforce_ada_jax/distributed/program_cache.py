@@ -1,8 +1,8 @@
 """A folder that keeps compiled programs between starts, behind JAX's persistent compilation cache.
 
 JAX's own folder writes entries in place: a killed process leaves half of one, which every later start reports and none
-repairs, and a bounded folder then refuses new entries. Here an entry appears whole or not at all, and one that does not
-match its hash is removed and compiled again. Processes need no lock.
+repairs, and a bounded folder then refuses new entries. Here an entry appears whole or not at all. If it does not match
+its hash, it is removed, and the program is compiled again. Processes need no lock.
 
 The folder may cache one in a bucket, so that a node that replaces a preempted one compiles nothing again.
 """
@@ -84,7 +84,7 @@ class ProgramFolder(CacheInterface):
     """The entries, one file each: a hash of the content, and the content."""
 
     def __init__(self, folder: pathlib.Path, max_bytes: int = MAX_BYTES):
-        """Opens an existing folder; above `max_bytes` entries that were not used for longest are removed."""
+        """Opens an existing folder; above `max_bytes` the least recently used entries are removed."""
         self._path, self._max_bytes, self._writes = folder, max_bytes, True
         for file in folder.glob(f"*{_PARTIAL}"):  # of killed processes
             with contextlib.suppress(FileNotFoundError):

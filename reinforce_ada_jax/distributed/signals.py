@@ -149,7 +149,7 @@ class Stop:
 
 
 def end(interrupt: Interrupt, saved: str) -> NoReturn:
-    """Ends all processes after `Interrupted`, which each has got; `saved` says where the results are."""
+    """Ends this process, after `Interrupted` in all of them; `saved` says where the results are."""
     told = interrupt.preempted()
     processes.leave()
     event, code = ("told to end", RESTART) if told else ("interrupted", cli.INTERRUPTED)

@@ -6,7 +6,7 @@ the others, so that all name the same process. JAX's own heartbeat takes longer 
 
 Process 0 listens where JAX's coordinator does, on all of the machine's addresses, until all others have joined. Joining
 needs a secret of 16 bytes, new at each start, that the others get through JAX's coordinator. A connection that sends
-something else, or nothing, is closed and delays nobody.
+something else, or nothing, is closed and delays no process.
 """
 
 import contextlib
@@ -127,7 +127,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _accept_all(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
-        """Fills `_links`. Greetings are read as they arrive, so that a silent connection delays nobody."""
+        """Fills `_links`. Greetings are read as they arrive, so that a silent connection delays no other."""
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
         guests: dict[socket.socket, tuple[float, bytearray]] = {}  # deadline, and the greeting so far

@@ -89,7 +89,7 @@ def gpu_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInv
 
 @contextlib.contextmanager
 def answering_for(device: Any) -> Iterator[None]:
-    """Has JAX lower attention by cuDNN for this device: it asks the devices at hand what cuDNN can compute."""
+    """Makes JAX lower attention by cuDNN for this device; otherwise it asks this machine's devices."""
     capability = getattr(device, "compute_capability", None)
     asked = cudnn.check_compute_capability
     if capability is not None:

@@ -15,7 +15,7 @@ from reinforce_ada_jax.training.components import Components
 
 WEIGHTS = 2**24  # of a timed matrix: larger than caches, as a model's are
 DENSE_ROWS = 512  # of a product at the full rate
-# Seconds, name, and the least time that is too long to be stated in them.
+# Seconds of a unit, its name, and the time from which the next unit is used.
 UNITS = ((1, "s", 60), (60, "min", 3600), (3600, "h", 48 * 3600), (86400, "days", math.inf))
 
 

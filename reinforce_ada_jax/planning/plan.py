@@ -101,7 +101,7 @@ def phases(run: Deployment, results: Sequence[ProgramResult], means: Statistics)
 
 
 def spare_bytes(results: Sequence[ProgramResult]) -> int | None:
-    """HBM of a chip that no program uses; negative where one doesn't fit; None where a peak is not known.
+    """Returns the HBM of a chip that no program uses; negative where one doesn't fit; None where a peak is not known.
 
     Every program has the cache as an argument or beside it, so the cache can grow by this much.
     """
@@ -114,13 +114,13 @@ def spare_bytes(results: Sequence[ProgramResult]) -> int | None:
 
 
 def pages_that_fit(run: Deployment, spare: int) -> int:
-    """Pages of a replica's cache that fit into its devices' memory beside its rings; 0 or less: none."""
+    """Returns the pages of a replica's cache that fit into its devices' memory beside its rings; 0 or less: none."""
     in_pool = np.sum(~layout(run.architecture, run.options).slides)
     return run.options.pages + _spare_pages(run, spare) // max(1, int(in_pool))
 
 
 def slots_that_fit(run: Deployment, spare: int) -> int:
-    """Slots for which the memory is enough at full length, with a quarter more open prompts than slots."""
+    """Returns the slots whose pages fit at full length, with a quarter more open prompts than slots."""
     options, cache = run.options, layout(run.architecture, run.options)
     rings, sliding = cache.rings, int(np.sum(cache.slides))
     of_slot = (len(cache.slides) - sliding) * (options.table_width + 1.25 * options.prompt_width)
@@ -137,7 +137,7 @@ def _spare_pages(run: Deployment, spare: int) -> int:
 
 
 def _next_micro_batches(config: Config) -> int | None:
-    """The next larger valid number of micro-batches; None where a device has one row already."""
+    """Returns the next larger valid number of micro-batches; None where a device has one row already."""
     shards = config.mesh.data * config.mesh.fsdp
     rows = config.learning.prompts_per_update * config.collection.group_size // shards
     return next((n for n in range(max(1, config.learning.micro_batches) + 1, rows + 1) if rows % n == 0), None)

@@ -32,6 +32,8 @@ from reinforce_ada_jax.training.updates import abstract_batch
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
+    """A program of a run: how to lower it, its least work, and the memory beside it."""
+
     name: str
     lower: Callable[[], jax.stages.Lowered]  # returns the program lowered for its abstract arguments
     cost: ProgramCost  # least work of one `unit`, a "call" or a "step" of the loop inside; of a chain, of all its calls
@@ -47,8 +49,8 @@ class AbstractRun:
     """A run without arrays, and the memory that it keeps on each device.
 
     Learner state and cache live as long as the run; so do the weights under adapters, and the reference's where there
-    is a KL term. What decoding copies of the weights lives during a collection.
-    All minibatches of an iteration are placed before the first update.
+    is a KL term. Decoding's copy of the weights lives during a collection. All minibatches of an iteration are placed
+    before the first update.
 
     `base` are the frozen weights under the adapters; None where all weights are trained.
     """

@@ -67,7 +67,7 @@ class BatchLayout:
     micro_rows: int  # rows of one micro-batch, on all devices together
     row_tokens: int  # positions of a row, padding included
     head_tokens: int  # positions of a row that meet the output head
-    row_shards: int  # devices along `data`, `fsdp` and `context`
+    row_shards: int  # devices along `data`, `fsdp` and `context`, of all slices
     weight_shards: int  # devices along `fsdp` and `context`
     tensor_shards: int  # devices along `tensor`
     itemsize: int  # bytes of an activation
@@ -87,8 +87,8 @@ def seen_tokens(a: Architecture, tokens: float) -> float:
 def decode_weight_bytes(a: Architecture, dtype: str, weight_dtype: str = "model") -> int:
     """Returns the bytes of weights that a decode step reads: all but an embedding that isn't also the output head.
 
-    The slots together are taken to choose all experts. The scales, norms and biases of weights in int8 are counted as a
-    byte for each number; they are 0.1 % of them.
+    It assumes that the slots together choose all experts. With weights in int8, norms and biases are counted as a byte
+    for each number, and scales are left out: together they are 0.1 % of the weights.
     """
     read = a.num_parameters - (0 if a.tied_embedding else a.vocab_size * a.hidden_size)
     return read * _weight_itemsize(dtype, weight_dtype)
