@@ -179,20 +179,21 @@ def put_into_bank(params: Params, adapters: Params, lora: Lora, index: int) -> P
     Raises ValueError if the adapter has a larger rank than there is room for, or other targets.
     """
     weights, matrices = flatten(params), flatten(adapters)
-    for name, room in weights.items():
-        if not isinstance(room, RowAdapted):
-            continue
+    rooms = {name: room for name, room in weights.items() if isinstance(room, RowAdapted)}
+    # Both checks come before the first `_put`, which donates: a refused adapter leaves the old bank as it is.
+    if unknown := [name for name in matrices if name.rpartition(".")[0] not in rooms]:
+        raise ValueError(f"the bank has no room for adapters of {', '.join(sorted(unknown))}.")
+    most = min(room.a.shape[-1] for room in rooms.values())
+    if lora.rank > most:
+        raise ValueError(f"an adapter has rank {lora.rank}, and there is room for {most} at most.")
+    for name, room in rooms.items():
         if f"{name}.a" in matrices:
-            a, b = matrices.pop(f"{name}.a"), lora.scaling * matrices.pop(f"{name}.b")
+            a, b = matrices[f"{name}.a"], lora.scaling * matrices[f"{name}.b"]
         else:
             a = jnp.zeros((room.a.shape[0], *room.a.shape[2:-1], 0))
             b = jnp.zeros((room.b.shape[0], 0, *room.b.shape[3:]))
-        if lora.rank > room.a.shape[-1]:
-            raise ValueError(f"an adapter has rank {lora.rank}, and there is room for {room.a.shape[-1]} at most.")
         a, b = _put(room.a, room.b, a, b, jnp.int32(index))
         weights[name] = dataclasses.replace(room, a=a, b=b)
-    if matrices:
-        raise ValueError(f"the bank has no room for adapters of {', '.join(sorted(matrices))}.")
     return nest(weights)
 
 

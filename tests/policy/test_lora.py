@@ -330,6 +330,8 @@ def test_a_bank_has_room_for_what_it_was_made_for():
     narrow = lora.bank(base, architecture, lora.Lora(4, 1.0, ("q_proj",)), 1, jnp.float32)
     with pytest.raises(ValueError, match=r"no room for adapters of layers\.attention\.key\.a"):
         lora.put_into_bank(narrow, adapters, chosen, 0)
+    # What is refused donates nothing: a server goes on with the bank that it has.
+    assert not any(x.is_deleted() for x in jax.tree.leaves((small, narrow)))
 
 
 def test_what_is_written_is_read_again_bit_for_bit(tmp_path):
