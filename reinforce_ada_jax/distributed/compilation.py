@@ -1,6 +1,6 @@
 """Programs compiled in threads while the host prepares a start: XLA needs no Python while it compiles.
 
-A program that is compiled here for the shapes and shardings of a later call is found by that call in JAX's own caches.
+A later call finds the program in JAX's own caches, if it was compiled here for the call's shapes and shardings.
 """
 
 import contextlib

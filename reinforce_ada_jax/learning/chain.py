@@ -58,7 +58,7 @@ class Chain:
     def sums(self, params: Params, batch: Batch, *others: Any, between: Callable[[], None] | None) -> Any:
         """Runs all programs; on return the copy of weights is released.
 
-        `between` is called after each `add`, when it has ended. None: the programs are queued, and none is waited for.
+        `between` is called when an `add` has ended. Without it the programs are queued, and the host waits for none.
         """
         copy, sums, live = self._begin(params, batch)
         for first in range(0, int(live), self._count):

@@ -31,9 +31,9 @@ def choose_attention(platform: Platform, mesh: Mesh) -> RowAttend:
 
 def row_settings(platform: Platform, mesh: Mesh, dtype: DTypeLike) -> dict[str, Any]:
     """Returns the keyword arguments of `hidden_states` for rows, or parts of them, that are split over a mesh."""
-    # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums them
-    # between devices in every product (8 times the traffic of gathering weights) and has every device compute the
-    # attention of all rows.
+    # The embedding is split over `fsdp` along D. Without a constraint the compiler splits activations the same way and
+    # sums them between devices in every product (8 times the traffic of gathering weights), and every device computes
+    # the attention of all rows.
     by_row = mesh_lib.sharding(mesh, ("parts", None, None))
     name = mesh.devices.flat[0].platform
     execution = Execution(activation_dtype(dtype, name), rounded.applies(dtype, name), platform.remat, by_row)

@@ -1,7 +1,7 @@
 """Admission of draws: how many may start, so that there are enough pages for them and the active ones.
 
-A draw takes its pages one by one as it grows, and how many it will take is not known when it starts. The forecast uses
-the responses seen so far: of those that needed at least h pages, the share that needed h + j. It is computed in
+A draw takes its pages one by one as it grows, and it is not known at the start how many it will take. The forecast uses
+the responses seen so far: among those that needed at least h pages, the share that needed h + j. It is computed in
 integers, so that all devices, and the model of the window in bench/, decide alike.
 """
 
@@ -71,6 +71,6 @@ def admissible(
     needed = jnp.where(in_reach, expected_pages(survivors, pages), 0)
     new = jnp.where(idle[:, None], needed, 0)
     spare = room * FRACTION - (needed - new).sum(0)
-    # A draw that is not expected to last that long needs no room then.
+    # At a time that a draw is not expected to reach it needs no room.
     fits = ((new.cumsum(0) <= spare[None]) | (new == 0)).all(1)
     return idle & (limit > 0) & ((~fits).cumsum() == 0)

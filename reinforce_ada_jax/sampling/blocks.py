@@ -23,7 +23,7 @@ from reinforce_ada_jax.distributed.mesh import on_own_part
 
 # Up to this vocabulary, twice the number of blocks, noise for each token is as fast.
 LARGEST_IN_ONE_LEVEL = 8192
-# Devices along `tensor` have whole groups, if this is a multiple of their number.
+# Each device along `tensor` has whole groups, if this is a multiple of the number of devices.
 GROUPS = 8
 # Blocks of a group. More of them need more noise, fewer of them more tokens gathered one by one.
 STRIDE = 512
@@ -32,8 +32,8 @@ STRIDE = 512
 class Blocks(NamedTuple):
     """Partition of a vocabulary: into groups of equal size, and of each group into `stride` blocks.
 
-    Tokens of a block are `stride` apart. Masses of blocks are then sums of slices, which need no transposition: on TPUs
-    the vocabulary is along the lanes, and 151,936 is no product of whole registers and a power of two.
+    Tokens of a block are `stride` apart. So the masses of blocks are sums of slices, which need no transposition: on
+    TPUs the vocabulary is along the lanes, and 151,936 is not a power of two times whole registers.
     """
 
     groups: int
@@ -124,7 +124,7 @@ def sample(
     tokens, chosen = on_own_part(of_own_groups, mesh, in_specs=(columns, whole, whole), out_specs=whole)(
         logprobs, keys, positions
     )
-    # Beyond the vocabulary only if no log-probability is a number.
+    # A token is beyond the vocabulary only if no log-probability is a number.
     return jnp.minimum(tokens, logprobs.shape[1] - 1), chosen
 
 

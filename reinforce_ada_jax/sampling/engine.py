@@ -50,9 +50,9 @@ from reinforce_ada_jax.sampling.window_inputs import window_inputs
 
 
 def enough_pages(options: EngineOptions) -> int:
-    """Returns the pages with which no request waits for one: every slot and every open prompt at its longest.
+    """Returns the number of pages with which no request waits: every slot and every open prompt at its longest.
 
-    A prompt that ends with tokens of a response holds pages which the response's slot would hold otherwise.
+    Where a prompt ends with tokens of a response, it holds pages that the response's slot would hold otherwise.
     """
     prompt_width = num_pages(options.max_prompt_tokens, options.page_size)
     return options.slots * options.table_width + options.open_prompts * prompt_width + 1
@@ -61,9 +61,9 @@ def enough_pages(options: EngineOptions) -> int:
 def enough_open_prompts(slots: int, samples_per_round: int) -> int:
     """Returns the open prompts with which slots stay busy while verdicts are on their way.
 
-    A prompt fills at most as many slots as its round has draws, and none while its verdicts are pending. A quarter more
-    prompts than slots are enough for rounds of 4 and more. With single draws each prompt waits after every response, 15
-    to 20 % of its time; half as many more prompts than slots make 0.01 to 0.02 more of the slot-steps useful
+    A prompt fills at most as many slots as its round has draws, and none while its verdicts are pending. For rounds of
+    4 and more, a quarter more prompts than slots is enough. With single draws a prompt waits after every response, 15
+    to 20 % of its time. There half more prompts than slots makes 0.01 to 0.02 more of the slot-steps useful
     (docs/performance.md).
     """
     return slots + slots // (4 if samples_per_round >= 4 else 2)

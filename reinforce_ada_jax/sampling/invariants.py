@@ -1,7 +1,7 @@
 """Checks of what holds after every program: pages and rows are conserved, and each request is in one place.
 
-With `sampling.check_invariants` the rollouts make them after every window, and host and device wait for each other:
-for tests, and to find where a page or a request is lost.
+With `sampling.check_invariants` the rollouts make them after every window, so host and device wait for each other. They
+serve tests, and find where a page or a request is lost.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """Budget of a replica's cache pages: a lower bound of the free ones, which the host keeps without asking the device.
 
-The host submits a window before it reads the one before it. So what it knows of free pages is one window old, and a
+The host submits a window before it reads the one before it. So its knowledge of free pages is one window old, and a
 prompt may be opened only into pages that are free whatever the windows in flight do. Which physical pages a prompt or
 a response gets is decided on the device (pages.py).
 """
@@ -25,7 +25,7 @@ class PageBudget:
         self._numbers = itertools.count()
         self.guaranteed_free_pages = options.pages - 1
         self.parkable_turns = 0  # responses in flight whose pages may stay with a prompt row
-        # Of each window in flight: pages closed less pages opened since the one before, and its reserve.
+        # For each window in flight: pages closed less pages opened since the one before, and its reserve.
         self._in_flight: collections.deque[tuple[int, int]] = collections.deque()
         self._closed = self._opened = 0  # pages, since the newest window was submitted
 

@@ -157,7 +157,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table, softmax):
         if unseen is not None:
             seen = seen & (jnp.arange(page_size)[None] >= these(unseen)[:, None])
         scores = jnp.where(seen[None, :, None], scores, -jnp.inf)
-        # Beyond the last live page the scores are those of another page, or none at all; nobody reads them.
+        # Beyond the last live page the scores belong to another page, or are all -inf; nothing reads them.
         largest = jnp.maximum(scores.max(-1), jnp.finfo(jnp.float32).min)
         weights = jnp.exp(scores - largest[..., None])
         scaled = weights * values.scale if isinstance(values, Quantized) else weights

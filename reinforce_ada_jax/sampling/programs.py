@@ -137,7 +137,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     new_state = functools.partial(empty_state, options, architecture, layout(architecture, options).total)
     placed = jax.tree.map(lambda _: own, jax.eval_shape(new_state))
     placed = placed.replace(pools=jax.tree.map(lambda _: by_kv_head, placed.pools))
-    # The old state is donated: nobody reads it again, and the pages are updated in place. The layout of outputs is
+    # The old state is donated: nothing reads it again, and the pages are updated in place. The layout of outputs is
     # fixed: a state with another layout would compile everything again.
     jit_program = functools.partial(jax.jit, donate_argnums=1)
 

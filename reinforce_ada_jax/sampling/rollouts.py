@@ -35,8 +35,8 @@ from reinforce_ada_jax.types import CuttableQueue, Request, RequestQueue, Respon
 
 # Recorded when the first window of each `sample_fn` is read: its tokens are on the host.
 FIRST_WINDOW_EVENT = "/reinforce_ada_jax/sampling/first_window"
-# Votes of a process on what follows a window; the largest counts. _FINISHED: its requests are all answered. _WORKING:
-# some are not. _STOPPED: it was broken off, so all processes stop.
+# Votes of a process on what follows a window; the largest one decides. _FINISHED: all its requests are answered.
+# _WORKING: some are not. _STOPPED: it was broken off, so all processes stop.
 _FINISHED, _WORKING, _STOPPED = 0, 1, 2
 # Seconds that a process without work waits for verdicts before its next window: less than the others' windows take.
 _IDLE_S = 0.002

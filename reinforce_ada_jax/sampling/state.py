@@ -288,7 +288,7 @@ class EngineOptions:
     begun_tokens: int = 0  # most tokens of a response at the end of its prompt (`Request.begun`); 0: none goes on
     finishes: bool = False  # what runs at the end of a collection is not cut, and goes on only if it is broken off
     drafts: int = 0  # most tokens that a step guesses and verifies for a slot (drafts.py)
-    draft_rows: int = 0  # rows of a step up to which guesses add to the slots; others only fill rows of idle slots
+    draft_rows: int = 0  # rows up to which guesses may lengthen a step; beyond them they only fill idle rows
     row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)
     token_time: float = 0.0  # likewise of reading a cached token
     keep_drafts: bool = False  # texts of earlier iterations, too
