@@ -31,7 +31,7 @@ class Group:
       pool: the pool.
       kept: their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
       advantages: aligned with `kept`.
-      weight_clipped: the pass rate of the pool was below `Strategy.clips_below`.
+      weight_clipped: the pass rate of the pool was below `Strategy.clips_below`; False with coefficients.
       weight: factor of the prompt (selection.py), which is in `advantages`.
       per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py): prompts count
         equally in the update, whatever their numbers of rows.
@@ -156,7 +156,7 @@ def _usable(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None) 
 
 
 def keep_draws(strategy: Strategy, correct: Bool[np.ndarray, " N"]) -> Int[np.ndarray, " n"]:
-    """Returns the draws that a strategy keeps of a pool; raises ValueError for other numbers, and for too many."""
+    """Returns the draws that `keep` names; ValueError unless they ascend, are in the pool and at most `max_kept`."""
     kept = np.asarray(strategy.keep(correct))
     if kept.size == 0:
         return np.zeros(0, int)

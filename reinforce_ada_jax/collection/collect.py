@@ -32,7 +32,7 @@ class CollectOptions:
 
     Attributes:
       replacements: further prompts; the next one is opened whenever a prompt closes without kept responses.
-      estimate_fn: prompts -> expected pass rates, for strategies that plan; None: 1/2 for all.
+      estimate_fn: prompts -> expected pass rates, for strategies that need them; None: 1/2 for all.
       seed: seed of the run. With the iteration, the prompt's id and the round it decides whether a prompt continues,
         where the strategy has a `continue_probability`.
       iteration: see `seed`.
@@ -62,7 +62,7 @@ class CarriedRollouts:
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
     # `collect` adds the rollouts of every prompt if the sampler or `on_progress` raises.
     broken_off: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
-    # Called after every yield, with a function that returns what `broken_off` would get: it may be stored for a kill.
+    # Called after every yield, with a function that returns what `broken_off` would get. Stored, it survives a kill.
     keep: Callable[[RolloutsSoFar], None] = lambda _: None
 
 

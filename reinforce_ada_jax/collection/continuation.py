@@ -1,6 +1,6 @@
-"""Responses that go on under other weights than those which drew their first tokens (`collection.overlap` = in_flight).
+"""Responses that go on under newer weights than those of their first tokens (`collection.overlap` = in_flight).
 
-At the end of an iteration the sampler cuts the responses of the next one that still run, and a later request has their
+At the end of an iteration the sampler cuts the responses of later iterations that still run. A later request has their
 tokens so far. The sampler computes keys and values of these tokens again, with its present weights. So the
 log-probability of every token is that of one policy, the version that drew it, given all tokens before it.
 """

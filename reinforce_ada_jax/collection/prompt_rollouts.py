@@ -21,10 +21,10 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class PromptRollouts:
-    prompt: Prompt  # the prompt
+    prompt: Prompt
     index: int  # its position in the collection; rounds that are complete at the same time are verified in this order
     prefetch: int = 0  # collections until that of the prompt; 0: this one
-    estimate: float | None = None  # expected pass rate, where the strategy plans
+    estimate: float | None = None  # expected pass rate, where the strategy needs it
     planned: int | None = None  # planned draws, where the strategy plans
     phase: Phase = Phase.WAITING  # the queue sets HELD and CLOSED, methods set the others
     responses: list[Response | None] = dataclasses.field(default_factory=list)  # by draw; None: missing
@@ -61,7 +61,7 @@ class PromptRollouts:
     def partial(self, running: Iterable[Response] = (), *, finished_rounds: bool = False) -> PartialRollouts:
         """Returns the draws so far, or those of finished rounds, for another collection to resume from.
 
-        `running` are the tokens so far of draws that are not in `begun`, or have more tokens there.
+        `running` has the tokens so far of draws in flight, which replace those in `begun`.
         """
         cut = self.begun | {each.draw: each for each in running if each.draw < len(self.responses)}
         responses, sizes, begun = self.responses, self.round_sizes, tuple(cut.values())

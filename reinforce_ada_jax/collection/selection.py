@@ -49,7 +49,7 @@ class Choice:
 class Selection(Protocol):
     """Chooses the prompts of each iteration.
 
-    The methods are called in this order: `choose`, `observe` with what was drawn, `to_json`. Every process of a run
+    The methods are called in this order: `choose`, `observe` with the groups drawn, `to_json`. Every process of a run
     calls them with the same arguments, so they must depend on nothing else.
     """
 
@@ -176,7 +176,7 @@ class Shuffled:
             ahead |= {prompt.id: number for prompt in new}
             ids |= ahead.keys()
         replacements = prompts_after(self._prompts, after, self._extra_batches * count, ids)
-        # With an overlap the next iterations' prompts are fixed, so replacements are borrowed, and come again.
+        # With an overlap the next iterations' prompts are fixed: replacements don't move the cursor, and come again.
         self._after = [after, *(after if self._ahead else cursor for _, cursor in replacements)]
         self._chosen = count
         return Choice(prompts, replacements=[prompt for prompt, _ in replacements], upcoming=Prefetch(upcoming, ahead))

@@ -44,11 +44,11 @@ class PromptProgress:
     now.
     """
 
-    prompt: Prompt  # the prompt
+    prompt: Prompt
     rounds: int  # finished rounds; 0 before the first
     drawn: int  # responses in them
     correct: int  # correct responses in them
-    estimate: float | None = None  # pass rate expected before drawing, where the strategy plans
+    estimate: float | None = None  # pass rate expected before drawing, where the strategy needs it
     planned: int | None = None  # planned draws, where it plans
     improved: bool = False
 
@@ -372,7 +372,7 @@ def build(strategy_config: StrategyConfig, *, regularized: bool = False) -> Stra
     if correction:
         changes |= correction
     elif config.objective != "identity" and strategy.plan is None:
-        # The number of kept responses is fixed, so advantages provide the whole weight.
+        # Only a plan lets the number of draws provide a part of the weight; here advantages provide all of it.
         changes |= {"weight": objective.clipped_weight, "clips_below": objective.epsilon}
     strategy = dataclasses.replace(strategy, **changes)
     if regularized and strategy.coefficients is not None:

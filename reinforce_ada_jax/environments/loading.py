@@ -71,7 +71,8 @@ def load(reference: str) -> type:
 def named(reference: str) -> tuple[Any, Any]:
     """Returns what a reference names, and the settings for verifiers if it is an environment of it, otherwise None.
 
-    In a file, these are a subclass of `Env` or `Taskset`, whose file is then the package, or an `EnvConfig`.
+    An environment of verifiers in a file is a subclass of `Env` or `Taskset`, and its settings are the name of the file
+    as a package; or it is an `EnvConfig`, which is also the settings.
     """
     path_name, _, name = reference.rpartition(":")
     if path_name == VERIFIERS:

@@ -25,7 +25,7 @@ from reinforce_ada_jax.isolation.workers import CannotStart, Lost, Program, Work
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """Answer of an environment to a turn of the model: one of the three."""
+    """Answer of an environment to a turn of the model: one of the three is set."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None

@@ -59,7 +59,7 @@ def load_benchmarks(components: Components, config: Config, report: Callable[[st
 
 
 def known_pass_rates(prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Returns the pass rates before training that the source has, by id."""
+    """Returns the pass rates before training by id, of the prompts whose source has one."""
     return {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
 
 
@@ -121,7 +121,7 @@ class Evaluator:
     def __call__(self, run: Run, state: RunState) -> Metrics:
         """Returns `evaluation/BENCHMARK/...` of a run's policy, and writes evaluations/<iteration>.json.
 
-        Raises Interrupted if the run was asked to end, TrainingStopped if no response could be graded.
+        Raises Interrupted if the run was asked to end, TrainingStopped if too many responses could not be graded.
         """
         assert run.rollouts is not None
         config, components, iteration = run.config, run.components, state.iteration
@@ -154,7 +154,7 @@ class Evaluator:
         return metrics
 
     def _drawn_by(self, hosts: DrawingHosts, run: Run, benchmark: str, iteration: int) -> GradedResponses:
-        """Returns the graded responses that processes which only draw make of the newest weights."""
+        """Returns graded responses of the newest weights, which the processes that only draw have drawn."""
         samples, engine, prompts = run.config.evaluation.samples, run.components.engine, self.benchmarks[benchmark]
         shards = hosts.shards(Order(action=DRAW, benchmark=benchmark, iteration=iteration, samples=samples), run.stop)
         size, drawn = fixed_draws.chunk_size(engine.options.slots * num_replicas(engine.mesh), samples), {}

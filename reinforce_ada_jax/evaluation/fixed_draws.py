@@ -111,7 +111,7 @@ def graded(pool: Pool) -> list[GradedResponse]:
 
 
 class _Rate:
-    """Tokens a second of the draws under way: long responses are no sign of life before they end."""
+    """Tokens a second of the draws in flight: the number of responses does not change before a long one ends."""
 
     def __init__(self, rollouts: Rollouts):
         self._rollouts, self._counts, self._begin, self._before = rollouts, None, 0.0, 0

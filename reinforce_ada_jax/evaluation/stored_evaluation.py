@@ -57,14 +57,14 @@ class PolicySource:
         return trained.read_policy(self.workdir, config, components, iteration)
 
     def output(self, iteration: int) -> pathlib.Path:
-        """Default folder of the stored responses."""
+        """Returns the default folder of the stored responses."""
         if self.workdir is None:
             name = hub_models.repository(self.folder) or self.folder.resolve().name
             return pathlib.Path("evaluations") / pathlib.Path(name).name
         return self.workdir / "evaluations" / f"{iteration:06d}"
 
     def newest_output(self) -> pathlib.Path:
-        """Default folder with the newest stored responses; ValueError if there are none."""
+        """Returns the default folder with the newest stored responses; ValueError if a run has none."""
         if self.workdir is None:
             return self.output(0)
         stored = [int(folder.name) for folder in (self.workdir / "evaluations").glob("[0-9]*") if folder.is_dir()]
@@ -117,7 +117,7 @@ def _stores(
 ) -> dict[str, ResponseStore]:
     """Returns the store of each benchmark; ValueError where a file has draws of another policy or with other settings.
 
-    Of model folders, one folder of responses has those of one: its results.json names a single model.
+    A folder of responses has those of one model folder, because its results.json names one model.
 
     `words` are the first words of the addresses, because two commands may have drawn two benchmarks with equal ids and
     the same noise.

@@ -6,7 +6,8 @@
                     (outside)  (inside: its end ends all others)
 
 Where the system allows no namespaces, the program is this process's child. Then limits, the filter of system calls and
-the end of all its processes remain, and where this process is root a user id of its own. `weakness` says so.
+the end of all its processes remain. Where this process is root, the program also has its own
+user id. `weakness` says why there are no namespaces.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ class Program:
 class Outcome:
     output: bytes
     limit: str  # the limit that ended it ("time", "memory", "output"), or ""
-    code: int  # its exit code; 128 and the number of the signal that ended it
+    code: int  # its exit code, or 128 plus the number of the signal that ended it
     other_code: int = 0  # exit code of the program whose end closed its channel, if that is an error
 
 
@@ -332,7 +333,7 @@ _TRIAL = Limits(processor_s=5, wall_s=10.0, memory_bytes=2**29, files_bytes=2**2
 
 @functools.cache
 def weakness() -> str:
-    """Returns why programs have no namespaces, "" where they have; it is tried once in a process."""
+    """Returns why programs have no namespaces, or "" where they have some. A process tries it once."""
     if not process_tree.SUPPORTED:
         return f"{sys.platform} has none"
     try:

@@ -21,8 +21,8 @@ from reinforce_ada_jax.isolation import child, messages, process_tree
 
 # Importing sympy takes one second on an idle machine. No request pays for it.
 START_LIMIT_S = 120.0
-# With the time of a request, the limit of a command's first start, which is of one process: a file that never ends
-# would hold it up for three times the limit above.
+# Plus the time of a request, this is the limit of a command's first start, of one process: START_LIMIT_S allows three
+# starts, so a file that never ends would hold the command up for six minutes.
 TRIAL_LIMIT_S = 60.0
 # Starts in a row that may end without a message. A worker that can report a traceback fails at once; those that are
 # killed from outside while they start have a limit of their own.

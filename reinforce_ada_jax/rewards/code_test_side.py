@@ -269,7 +269,7 @@ def cases(function):
 def check_replaced(body, names):
     """Ends the test where an object of the program has taken the place of a function with assertions.
 
-    Such as a decorator of the program returns: it need not call the function.
+    A decorator of the program may return such an object, which need not call the function.
     """
     for node in body:
         if isinstance(node, ast.ClassDef) and isinstance(names.get(node.name), type):

@@ -29,7 +29,7 @@ SUPPORTED = (
     "__bool__", "__call__", "__delitem__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__",
     "__setitem__",
 )  # fmt: skip
-# Those that would let the program decide a comparison, by the word in the verdict's reason.
+# Special methods that would let the program decide a comparison, by the word in the verdict's reason.
 REFUSED = {
     "order": "lt le gt ge",
     "arithmetic": "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor radd rsub rmul rtruediv "
@@ -42,12 +42,12 @@ REFUSED = {
 }  # fmt: skip
 WORD_OF = {f"__{name}__": word for word, names in REFUSED.items() for name in names.split()}
 ARRAYS = "biufcSUmM"  # kinds of the elements of numpy's arrays that are data
-# Exceptions that end a loop (they become Exception, as in a generator), or that need more than a text.
+# Exceptions that end a loop, or that need more than a text: the other process raises Exception or RuntimeError instead.
 NOT_RAISED = (
     StopIteration, StopAsyncIteration, BaseExceptionGroup, UnicodeDecodeError, UnicodeEncodeError,
     UnicodeTranslateError,
 )  # fmt: skip
-# Modules whose exceptions are raised in the other process as what they are. None may end or skip a test.
+# Modules whose exceptions keep their class in the other process. None may end or skip a test.
 ERROR_MODULES = ("builtins", "dataclasses", "decimal", "json.decoder", "queue", "statistics", "struct")
 EXACT = 2**53  # a float holds every whole number below
 

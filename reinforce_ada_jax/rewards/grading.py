@@ -16,7 +16,7 @@ Grader = Callable[[str, str, Columns], tuple[Verdict, str]]
 
 
 def _verdict(reward: dialects.Reward) -> Verdict:
-    """Returns a verdict unchanged; for a number the verdict with that reward, correct from 1 on."""
+    """Returns a verdict unchanged; for a number the verdict with that reward, which is correct if it is at least 1."""
     if reward is None:
         return Verdict(False, 0.0, "not_applicable")
     return reward if isinstance(reward, Verdict) else Verdict(reward >= 1.0, reward)
@@ -25,8 +25,9 @@ def _verdict(reward: dialects.Reward) -> Verdict:
 def weighted(names: Sequence[str], functions: Sequence[RewardFn], weights: Sequence[float]) -> RewardFn:
     """Returns the weighted sum of several functions, with the reward of each in `Verdict.rewards`.
 
-    A function that returns None does not count. If all do, the reward is 0 with the reason "not_applicable", as in TRL.
-    The reason is otherwise the first one that a function gives. With one function of weight 1 its verdict is kept.
+    A function that returns None does not count. If all return None, the reward is 0, as in TRL, and the reason is
+    "not_applicable". Otherwise the reason is the first one that a function gives. With one function of weight 1 its
+    verdict is kept.
     """
 
     def grade(response: str, answer: str, columns: Columns) -> Verdict:

@@ -27,7 +27,7 @@ _JSON = "json:"
 _MAX_ANSWER_BYTES = 2**20
 _SPARE_S = 0.5  # before the worker would be killed
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
-_AGAIN = (408, 409, 425, 429)  # statuses below 500 that may pass by themselves
+_AGAIN = (408, 409, 425, 429)  # statuses below 500 after which another request may succeed
 _WAIT_FOR_LOCK_S = 30.0
 
 

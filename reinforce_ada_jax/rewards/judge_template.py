@@ -32,7 +32,7 @@ def checked(setting: str, columns: Collection[str] | None = None) -> str:
     `columns` None: unknown, so that any may be there. A name that is asked for with `is defined` may be missing.
 
     Raises:
-      ValueError: it can't be read, is no template, does not show the response, or uses a name that there is not.
+      ValueError: it can't be read, is no template, does not show the response, or uses an unknown name.
     """
     text = judge_template(setting)
     if not setting:

@@ -16,7 +16,7 @@ _LONGEST = 4000  # digits; Python reads 4,300, the program's grader fails on mor
 
 
 def _below_a_thousand(words: list[str]) -> int:
-    """Returns the value of up to four words: 305 for "three hundred five". Of more words the first counts alone."""
+    """Returns the value of up to four words: 305 for "three hundred five". Of more words only the first counts."""
     match [_VALUES[word] for word in words]:
         case [hundreds, hundred, tens, units]:
             return hundreds * hundred + tens + units

@@ -71,7 +71,7 @@ class VerifierPool:
       output: file that gets what workers print, created if missing. None: this process's stderr.
 
     Attributes:
-      failure: the first grading that failed since the pool was made: one line and the traceback, or "".
+      failure: the first grading that failed since this was last set to "": one line and the traceback, or "".
     """
 
     def __init__(

@@ -50,8 +50,8 @@ REMOVALS = 20
 def _is_noise(record: logging.LogRecord) -> bool:
     """Returns True for messages of Orbax that tell a user nothing.
 
-    They are stack traces of its threads, one per array, of which NotSavedError gives the reason once; and complaints
-    about its file of item types, which is not read here.
+    They are stack traces of its threads, one per array (NotSavedError gives their reason once), and complaints about
+    its file of item types, which is not read here.
     """
     if record.exc_info is not None:
         return "orbax" in record.pathname or record.name == "asyncio"
@@ -219,8 +219,8 @@ class Checkpoints:
         """Begins to write a checkpoint when the one before is written; the arrays may be donated after the call.
 
         If the iteration is already saved with the same arrays, only its record is replaced; a saved evaluation stays if
-        none is given. `run` is the record; iteration, run id and fingerprints are added. `sampler` has the weights that
-        the next iteration is drawn from, if they are not the learner's.
+        none is given. With other arrays nothing is written. `run` is the record; iteration, run id and fingerprints are
+        added. `sampler` has the weights that the next iteration is drawn from, if they are not the learner's.
         """
         own = {"run_id": self._run_id, "iteration": iteration, "evaluation": evaluation}
         own["fingerprints"] = fingerprints.numbers(learner)
@@ -253,7 +253,7 @@ class Checkpoints:
         return time.monotonic() - self._saved_at
 
     def _amend(self, iteration: int, record: dict[str, Any]) -> None:
-        """Replaces a saved record, and removes the checkpoints that `Retention` does not keep after its evaluation."""
+        """Replaces a saved record, and the checkpoints that `Retention` does not keep once its evaluation counts."""
         self._manager.wait_until_finished()
         saved = self.record(iteration)
         if record["evaluation"] is None:

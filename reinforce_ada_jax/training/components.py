@@ -75,7 +75,7 @@ from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Slots of a replica where a step of many rows takes as long as one of few: not on CPUs, unless the model is small.
 MOST_SLOTS = 256
-# Steps of slots and of prompt lengths that go by what is drawn: each pair is a program to compile.
+# `for_responses` rounds slots and prompt lengths up to multiples of these: each pair is a program to compile.
 SLOTS_STEP, LENGTHS_STEP = 8, 64
 # Prompt tokens that are prefilled before a decode step. A chunk takes its tokens from several prompts.
 PREFILL_TOKENS = 256
@@ -302,9 +302,9 @@ def _make_engine(
 ) -> tuple[Mesh, Engine]:
     """Returns the learner's mesh and the engine."""
     options = engine_options(config, architecture, stop_ids, slots)
-    # Commands that do not train: weights may be read in the type of decoding, without a second copy of them; nobody
-    # learns from experts; prompts with one system message share its pages, which rings cannot; and what they break off
-    # is drawn again.
+    # Commands that do not train read weights in the type of decoding, and hold no second copy of them. Nobody learns
+    # from their experts. Their prompts with one system message share its pages, which rings cannot. What they break
+    # off is drawn again.
     if not trains:
         options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0, begun_tokens=0)
     options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())

@@ -254,7 +254,7 @@ def draw_metrics(run: Run, drawn: Drawn, groups: Sequence[Group]) -> dict[str, f
 
 
 def _estimate_fn(run: Run, source: Source) -> EstimateFn | None:
-    """Returns the function that estimates pass rates under the weights, where the strategy plans with them."""
+    """Returns the function that estimates pass rates under the weights, where the strategy needs them."""
     if isinstance(run.estimator, ValueHead):
         return functools.partial(run.estimator.estimate, source.weights)
     return None if run.estimator is None else run.estimator.estimate

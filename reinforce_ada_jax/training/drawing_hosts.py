@@ -35,7 +35,7 @@ class Order:
     """Order to the processes that only draw; the fields after `action` are of a drawing, or of the end."""
 
     action: str
-    iteration: int = 0  # that is drawn for; of an evaluation, that of the weights
+    iteration: int = 0  # the one that is drawn; in an evaluation, the one of the weights
     policy_version: int = 0  # of the weights
     benchmark: str = ""  # name of the benchmark; "": a training draws
     samples: int = 0  # of each problem of a benchmark
@@ -56,7 +56,7 @@ class Reply:
 
 
 class DrawingHosts:
-    """The processes that only draw; has the same names as `Rollouts` where a run hands weights over."""
+    """The processes that only draw; a run hands weights over by the same names as in `Rollouts`."""
 
     def __init__(self, engine: Engine, verifiers: VerifierPool, graders: VerifierPool | EnvironmentPool):
         """`verifiers` and `graders` grade nothing here; they get the times and failures of those that do."""

@@ -24,7 +24,8 @@ def _words(x: Array) -> UInt32[Array, "..."]:
 def of_arrays(state: LearnerState | Params | Array) -> list[UInt32[Array, ""]]:
     """Returns a number per array: the sum over i of (2 i + 1) word_i, modulo 2^32.
 
-    The factors are odd, so a flipped bit always changes it; swapped words do, except in about one case in 2^31.
+    The factors are odd, so a flipped bit always changes it. Two swapped words change it unless the product of their
+    distance and their difference is a multiple of 2^31.
     """
 
     def one(x):

@@ -35,7 +35,8 @@ def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStoppe
     Raises:
       Interrupted: the run was asked to end. Before the end of the first update, `state` is unchanged. Later, there was
         no time for the other updates, and `state` is donated.
-      TrainingStopped: no response could be graded, or the log-probabilities forbid an update; `state` is unchanged.
+      TrainingStopped: too many responses could not be graded, or the log-probabilities forbid an update; `state` is
+        unchanged.
     """
     begin = time.monotonic()
     drawn = run.ahead.take(run.stop)  # None, unless it was drawn during the updates before
@@ -82,7 +83,7 @@ def _write_journal(run: Run, state: RunState, collected: CollectedShard) -> None
 
 
 def _report(run: Run, state: RunState, groups: Sequence[Group]) -> None:
-    """Writes some responses, and warnings of verdicts and groups; TrainingStopped if too many have no verdict."""
+    """Writes some responses, and warnings of verdicts and groups; TrainingStopped if too many were not graded."""
     if processes.is_writer():
         file = run.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"
         samples.write(file, groups[: run.config.logging.sampled_prompts], run.components.tokenizer.decode)

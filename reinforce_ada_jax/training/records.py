@@ -35,9 +35,9 @@ def first_line(error: BaseException) -> str:
 
 
 def fault_of_machine(error: BaseException | None) -> BaseException | None:
-    """Returns the error itself, or that behind it, which says nothing about the file that could not be read; or None.
+    """Returns the first error of the machine among an error and its causes, or None. It says nothing about the file.
 
-    Orbax raises some errors of TensorStore from ones of its own, which say only where it read.
+    Orbax raises errors of its own from some of TensorStore, and its own say only where it read.
     """
     while error is not None:
         if isinstance(error, OSError):

@@ -27,7 +27,7 @@ FOLDER, SUFFIX = "unfinished", ".responses"  # in the work directory; a line of 
 TOKEN_BYTES = 8
 # Limit of all files, 250 million tokens, so that they fill no disk. A resumed run draws further ones again.
 MOST_BYTES = 2 * 10**9
-# Seconds until the responses of a collection that goes on are written, and the most share of the time that this takes:
+# Least seconds between two writings of a collection that goes on, and the largest share of the time that they take:
 # 120 MB, 15 million tokens, take a second or two.
 EVERY_S, MOST_SHARE = 60.0, 0.02
 

@@ -64,7 +64,7 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class BenchmarkEvaluator(Evaluator, Protocol):
-    """Evaluation whose benchmarks processes that only draw can draw, too."""
+    """Evaluation on benchmarks, which processes that only draw can draw, too."""
 
     benchmarks: dict[str, list[Prompt]]
 
@@ -112,7 +112,7 @@ class Run(Inputs):
     workdir: pathlib.Path
     # The engine's decode state, or the processes that only draw; None in supervised training.
     rollouts: Rollouts | DrawingHosts | None
-    estimator: Ema | ValueHead | None = None  # of pass rates, where the strategy plans
+    estimator: Ema | ValueHead | None = None  # of pass rates, where the strategy needs them
     base: Params | None = None  # frozen weights under the adapters; None if all weights are trained
     reference: Params | None = None  # weights that the KL term compares with; None without one
     ready_to_sample: Ready = always_ready  # waits until the engine's programs are compiled

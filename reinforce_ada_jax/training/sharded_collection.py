@@ -147,7 +147,7 @@ def _planned(job: Job) -> tuple[Job, Plan]:
 
 
 def with_plan(job: Job, plan: Plan) -> Job:
-    """Returns the job with the estimates of a plan, and its numbers of draws, for any part of the prompts."""
+    """Returns the job with the estimates and the numbers of draws of a plan; it serves any part of the prompts."""
     estimates, draws = plan.estimates, plan.draws
     if estimates is None:
         return job

@@ -144,8 +144,8 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
 
     Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO); with one update
     an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows where they
-    contribute nothing to the gradient: without an entropy or KL term, or a user's loss that has terms without the
-    advantage. They count in its denominators.
+    contribute nothing to the gradient. They contribute through an entropy or KL term, and through a user's loss that
+    has terms without the advantage. Those left out still count in the denominators of the gradient.
 
     Before each program of the scoring, all processes agree that the run goes on. The scores of the minibatch before are
     complete then, because a checkpoint would have to wait for queued programs.
@@ -226,7 +226,8 @@ def check_logprobs(
     `make_updates` compares instead.
 
     Returns:
-      The minibatches, with `finite` set, and the metrics; no metrics if nothing was compared.
+      The minibatches, with `finite` set, and the metrics. There are none if all finite responses were prefetched; they
+      are 0 if no minibatch is finite.
 
     Raises:
       TrainingStopped: they disagree by more than rounding.
