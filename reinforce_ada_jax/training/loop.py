@@ -187,14 +187,13 @@ def _is_late(run: Run, state: RunState) -> bool:
 
 
 def _not_saved(run: Run, state: RunState) -> str:
-    """Returns a sentence on what is saved of a run whose last state is not."""
+    """Returns text on what is saved of a run whose last state is not."""
     newest, notice_s = run.checkpoints.latest(), run.config.checkpoint.notice_s
     saved = "no iteration is saved" if newest is None else f"iteration {newest} is the newest that is saved"
     lost = "its updates" if state.donated else "a checkpoint"
-    return (
-        f"{saved}, because {lost} would end later than checkpoint.notice_s ({notice_s:g} s) after the signal. The "
-        "responses drawn since then are stored."
-    )
+    stored = "" if run.journal is None else " The responses drawn since then are stored."  # None: nothing is drawn
+    limit = f"checkpoint.notice_s ({notice_s:g} s)"
+    return f"{saved}, because {lost} would end later than {limit} after the signal.{stored}"
 
 
 def _evaluate_before(run: Run, state: RunState) -> None:

@@ -62,15 +62,16 @@ class Evaluator:
         return {"evaluation/heldout/avg": state.iteration / 7}
 
 
-def run(workdir, iterate=iterate, evaluator=None, **changes):
+def run(workdir, iterate=iterate, evaluator=None, has_journal=True, **changes):
     """(outcome, the state that the run began with) of a run to its end."""
     config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.trackers": "", **changes})
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         compiles_nothing_early(patch)
         made, state = startup.start(startup.read_inputs(config, workdir, lambda *_: None), workdir, stack, quiet=True)
         made = dataclasses.replace(
-            made, iterate=iterate, evaluator=evaluator, verifiers=components_lib.no_verifiers(config)
-        )
+            made, iterate=iterate, evaluator=evaluator, verifiers=components_lib.no_verifiers(config),
+            journal=made.journal if has_journal else None,
+        )  # fmt: skip
         return loop.run_to_end(made, state), state
 
 
@@ -255,6 +256,22 @@ def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds, monk
     saved = sorted(int(folder.name) for folder in (tmp_path / "checkpoints").iterdir())
     assert saved == ([3, 4] if seconds == 1.0 else [3])
     assert len((tmp_path / "saves.jsonl").read_text().splitlines()) == 1 + len(saved)
+
+
+def test_a_late_end_without_a_journal_stores_no_responses(tmp_path):
+    # Supervised training has none: the message said that the responses drawn since then were stored.
+    def told_at_1(run, state):
+        if state.iteration == 0:
+            return iterate(run, state)
+        signal.raise_signal(signal.SIGTERM)
+        raise Interrupted
+
+    (tmp_path / "saves.jsonl").write_text('{"iteration": 1, "bytes": 1000000, "seconds": 1000.0}\n')
+    outcome, _ = run(tmp_path, told_at_1, has_journal=False, **{"checkpoint.every": 3, "checkpoint.minutes": 0})
+    assert outcome.message.startswith(
+        "told to end; no iteration is saved, because a checkpoint would end later than checkpoint.notice_s (25 s) "
+        "after the signal. python -m"
+    )
 
 
 def test_weights_are_evaluated_before_training_once(tmp_path):
