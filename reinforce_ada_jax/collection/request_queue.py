@@ -219,7 +219,7 @@ class CollectionQueue:
     def _close(self, rollouts: PromptRollouts) -> None:
         """Closes a prompt, and opens the next replacement if none of its responses is kept.
 
-        So the opened replacements are the shortest prefix of their list that is enough, whatever the order of completion.
+        So the opened replacements are the shortest prefix of their list that is enough, in any order of completion.
         """
         rollouts.phase = Phase.CLOSED
         if rollouts.is_finished:

@@ -283,8 +283,8 @@ def engine_options(
 def for_devices(config: Config, workdir: pathlib.Path | None = None, model: str | None = None) -> Config:
     """Returns the configuration with `model.compute_dtype` chosen: that of the run in `workdir`, or by the devices.
 
-    Where products are measured, the model is of interest: that at `model`, or at `model.path`. Several processes
-    measure nothing, since they must agree.
+    On a CPU `auto` depends on the size of the model at `model`, or at `model.path`: products of a large one are
+    measured. Several processes measure nothing, since they must agree.
 
     Raises ValueError where JAX finds no device, the work directory is damaged, or there is no model.
     """
