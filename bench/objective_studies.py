@@ -1,6 +1,6 @@
 """Studies of objectives: f, f' and the draws that pay f', and which objective each strategy climbs.
 
-analysis/studies.py has the others, and the list of all.
+bench/studies.py has the other studies, and the list of all.
 """
 
 import dataclasses

@@ -72,7 +72,7 @@ class Hosts:
         """Waits until all have launched a window; returns its largest vote and the most steps of the one before.
 
         Raises:
-          TimeoutError: a host launches it not.
+          TimeoutError: a host never launches it.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: all(len(own) > number for own in self._windows), timeout=HOST_S):

@@ -7,8 +7,9 @@ will do. Of the model it needs only the config.json, or nothing where the sizes 
 code 1: something doesn't fit; 2: the input is at fault.
 
 Memory is the compiler's own account, per device. FLOPs and bytes are counted (`planning/roofline.py`), and
-`planning/plan.py` adds up the seconds that they take at least. Traffic between chips and the start of kernels come in
-addition. `simulate` says what a strategy draws, for --mean_draws. Nothing here has run on a TPU or a GPU.
+`planning/plan.py` adds up the seconds that they take at least. Traffic between chips and the start of kernels take more
+time. `simulate` computes the draws of a strategy, for --mean_draws. This command runs none of the programs, and no TPU
+has run one yet.
 """
 
 import dataclasses

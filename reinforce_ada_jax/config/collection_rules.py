@@ -176,7 +176,7 @@ def budget_is_within_draws(collection: CollectionConfig) -> None:
 
 
 def retries_end(collection: CollectionConfig) -> None:
-    """ngu: retry_probability is below 1 where max_draws sets no limit."""
+    """ngu: max_draws is at least group_size; where it sets no limit, retry_probability is below 1."""
     most = max_draws(collection)
     if collection.strategy != "ngu":
         return

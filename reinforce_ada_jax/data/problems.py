@@ -1,7 +1,7 @@
 """Problems: their record, their ids and hashes. rows.py makes them from the rows of files and data sets.
 
-The id of a problem names it in checkpoints, samples and reports. Where a source has none, it is a hash of the problem's
-text, so that it stays the same when rows are added or reordered.
+The id of a problem names it in checkpoints, samples and reports. Where a source has none, it is a hash of the problem
+and its answer, so that it stays the same when rows are added or reordered.
 """
 
 import collections

@@ -1,8 +1,8 @@
 """Chat templates: a model's Jinja source rendered as transformers renders it, and the messages.
 
 A template is code from the model's folder. It runs in jinja2's immutable sandbox, with the extensions, filters and
-globals of transformers and nothing else; the date is the configuration's, not today's. The iterations of its loops and
-the sizes of its values, which the sandbox does not limit, are limited here.
+globals of transformers and nothing else. The date that it gets is `DATE`, not today's. The sandbox limits neither the
+iterations of loops nor the sizes of values, so they are limited here.
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ SUFFIX = ".gguf"
 # Published files have 40 keys, 1,000 tensors, templates of 20 kB, and at most 540,000 items in all arrays together
 # (Llama 3: 128,000 tokens, as many kinds of tokens, 280,000 merges). 2**20 texts take 1 s.
 MAX_KEYS, MAX_TENSORS, MAX_ITEMS, MAX_HEADER_BYTES, MAX_DIMENSIONS = 4096, 65_536, 2**20, 64 * 2**20, 4
-# (elements of a block, bytes of a block) by the number of a type; others are not read.
+# (name, elements of a block, bytes of a block) by the number of a type; other types are not read.
 BLOCKS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),

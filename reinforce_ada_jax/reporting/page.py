@@ -184,12 +184,13 @@ def render(content: dict[str, Any]) -> str:
     digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
     # The template gets only these values; the page's program inserts all text of runs.
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(ASSETS), undefined=jinja2.StrictUndefined)
+    source = "'self'" if content["live"] else "'none'"
     return environment.get_template("index.html").render(
         data=embedded(content),
         style=(ASSETS / "report.css").read_text(encoding="utf-8"),
         colors={"light": LIGHT_COLORS, "dark": DARK_COLORS},
         program=program,
-        policy=f"script-src 'sha256-{digest}'; connect-src {chr(39)}{'self' if content['live'] else 'none'}{chr(39)}",
+        policy=f"script-src 'sha256-{digest}'; connect-src {source}",
     )
 
 
