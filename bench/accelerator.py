@@ -1,4 +1,4 @@
-"""`bench.accelerator`: the parts of a run beside the limits of the device that they run on, within minutes.
+"""`bench.accelerator`: compares the parts of a run with the limits of the device, within minutes.
 
     ceilings    bytes a second of a large copy, operations a second of a large product
     hand_over   the cast of the learner's float32 weights to those that decode
@@ -9,7 +9,7 @@
     update      one update of the learner
 
 Each part is a process of its own, so that it has the whole memory, and that a part that fails leaves the others alone.
-The shares are of the ceilings, which the same device has reached minutes before.
+Shares are relative to the ceilings, which the same device reached minutes before.
 """
 
 import dataclasses

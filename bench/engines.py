@@ -29,7 +29,7 @@ from reinforce_ada_jax.types import Pool, Request
 
 
 def _only_cpu() -> bool:
-    """True if JAX will find nothing but CPUs; can be asked before it looks for devices."""
+    """Returns True if JAX will find nothing but CPUs; may be called before JAX looks for devices."""
     platforms = jax.config.values["jax_platforms"]
     if platforms:
         return platforms == "cpu"

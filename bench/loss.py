@@ -72,7 +72,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, ...]]] = {
 
 
 def _loss(statistics_of, hidden, embedding, targets):
-    """The whole loss with an entropy bonus, so that XLA can drop no gradient."""
+    """Computes the whole loss with an entropy bonus, so that XLA can drop no gradient."""
     logprobs, entropy = statistics_of(hidden, embedding, targets)
     advantages = jnp.broadcast_to((jnp.arange(len(targets)) % 2 - 0.5)[:, None], targets.shape)
     config = LossConfig(
@@ -95,12 +95,12 @@ class LossWorker:
         self.program = program.lower(*self.inputs).compile()
 
     def describe(self) -> dict[str, int]:
-        """The memory that the compiler plans beside inputs and results."""
+        """Returns the memory that the compiler plans beside inputs and results."""
         memory = self.program.memory_analysis()
         return {"temporary_bytes": 0 if memory is None else memory.temp_size_in_bytes}
 
     def run(self) -> dict[str, float]:
-        """One evaluation of value and gradients; memory without the returned gradients."""
+        """Evaluates value and gradients once; the memory does not include the returned gradients."""
         reset_peak()
         before, begin, cpu_begin = resident_bytes("VmRSS"), time.perf_counter(), time.process_time()
         loss, gradients = jax.block_until_ready(self.program(*self.inputs))

@@ -24,7 +24,7 @@ def shaped(shape: str) -> Architecture:
     It has 8 heads, 4 key/value heads, an MLP 3 times as wide, and 8192 tokens.
 
     Raises:
-      ValueError: the shape isn't written so, or the heads don't divide it.
+      ValueError: the shape has another form, or the heads don't divide it.
     """
     if shape in PUBLISHED:
         return from_hf(PUBLISHED[shape])

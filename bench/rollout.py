@@ -149,8 +149,10 @@ def _logprob_gaps(
     workload: Workload,
     baseline: JsonSubprocess | None,
 ) -> dict[str, float]:
-    """Distances from the workload's log-probabilities, if it was made for this model, and in float32 from the
-    baseline's on the first prompts, in units of rounding."""
+    """Returns the distances from other log-probabilities, in units of rounding.
+
+    These are the workload's, if it was made for this model, and in float32 the baseline's on the first prompts.
+    """
     gaps = {}
     if not options.shape and workload.reference is not None:
         tokens, expected = workload.reference

@@ -153,5 +153,5 @@ class SimulatedEngine:
 
 
 def _without_stream(address: np.ndarray) -> bytes:
-    """The part of an address that names prompt and draw."""
+    """Returns the part of an address that names prompt and draw."""
     return np.asarray(address[1:]).tobytes()

@@ -83,7 +83,7 @@ def _with_old_logprobs(examples: list[dict[str, Any]], scored: list[list[float]]
 
 
 def _threads(count: int) -> dict[str, str]:
-    """The environment in which XLA, OpenMP and MKL use `count` threads; 0: all cores."""
+    """Returns environment variables with which XLA, OpenMP and MKL use `count` threads; 0: all cores."""
     return dict.fromkeys(("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count)) if count else {}
 
 
@@ -135,9 +135,9 @@ def _gaps(
 
 
 def necessary_flops(a: Architecture, examples: list[dict[str, Any]]) -> int:
-    """FLOPs that the update needs by the usual rule, without padding and recomputation.
+    """Returns the FLOPs that the update needs by the usual rule, without padding and recomputation.
 
-    6 per weight and 12 N H T per layer, for each position of a response and its prompt of T tokens together.
+    The rule counts 6 per weight and 12 N H T per layer, for each of the T tokens of a prompt and its response.
     """
     lengths = [len(example["prompt"]) + len(example["response"]) for example in examples]
     per_context = 12 * a.num_layers * a.num_heads * a.head_dim
@@ -150,7 +150,7 @@ def published_peak(device: str) -> float | None:
 
 
 def _summary(runs: list[dict[str, float]], tokens: int, flops: float | int, device: str) -> dict[str, Any]:
-    """Medians of the timed updates; the first one, which compiles, is left out."""
+    """Returns medians of the timed updates; the first one, which compiles, is left out."""
     timed = runs[1:]
     seconds = statistics.median(run["seconds"] for run in timed)
     peak = published_peak(device)
@@ -171,7 +171,7 @@ def _summary(runs: list[dict[str, float]], tokens: int, flops: float | int, devi
 
 
 def _host(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of the host's share of an update."""
+    """Returns medians of the host's share of an update."""
     return {
         "host_s": statistics.median(run["put_s"] + run["dispatch_s"] for run in runs),
         "host_cpu_s": statistics.median(run["host_cpu_s"] for run in runs),

@@ -94,7 +94,7 @@ class UpdateWorker:
         self.batch: Batch
 
     def describe(self) -> dict[str, Any]:
-        """The machine, and the learner's choices."""
+        """Returns the machine, and the learner's choices."""
         return machine() | {
             "devices": self.learner.mesh.size,
             "attention": self.learner.platform.attention,
@@ -121,7 +121,7 @@ class UpdateWorker:
         )
 
     def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-        """Log-probabilities of each response's tokens, and those under neighbours of the weights."""
+        """Returns log-probabilities of each response's tokens, and those under neighbours of the weights."""
         batch = self.learner.put(self._batch(examples, per_row=1))
 
         def scored(params: Params) -> list[list[float]]:
@@ -141,7 +141,7 @@ class UpdateWorker:
         return {"rows": int((self.batch.response_length.sum(axis=-1) > 0).sum())}
 
     def run(self) -> dict[str, float]:
-        """One update: its time, its results, its memory beyond the weights, and the host's share.
+        """Runs one update; returns its time, its results, its memory beyond the weights, and the host's share.
 
         `put` and `update` return when they have handed their work over. The time until then, by the clock and by this
         thread's count of processor time, is the host's share; the rest is waiting.

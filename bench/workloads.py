@@ -47,11 +47,11 @@ class Workload:
     reference: tuple[np.ndarray, np.ndarray] | None = None
 
     def length(self, request: Request) -> int:
-        """Tokens of the response that a request will have."""
+        """Returns the tokens of the response to a request."""
         return int(self.lengths[int(request.prompt.id), request.draw])
 
     def lengths_by_draw(self) -> dict[tuple[str, int], int]:
-        """The same by (prompt id, draw), for a simulation."""
+        """Returns all lengths by (prompt id, draw), for a simulation."""
         return {(str(index), draw): int(length) for (index, draw), length in np.ndenumerate(self.lengths)}
 
     def verify(self, pairs: list[tuple[Prompt, Response]]) -> Future[list[Verdict]]:
@@ -72,7 +72,7 @@ def _prompts(rows: list[np.ndarray]) -> list[Prompt]:
 
 
 def load(file: pathlib.Path) -> Workload:
-    """A file in the format of `rollout_tiny.json`: a fixed number of draws for each prompt, all wanted.
+    """Reads a file in the format of `rollout_tiny.json`, with a fixed number of draws for each prompt.
 
     Raises:
       ValueError: the file isn't there, isn't JSON, or its parts don't fit each other.
@@ -97,20 +97,20 @@ def load(file: pathlib.Path) -> Workload:
 
 
 def constant(length: int) -> Lengths:
-    """One length for all."""
+    """Returns lengths that are all equal."""
     return lambda random, shape: np.full(shape, length)
 
 
 def lognormal(median: float, sigma: float, shortest: float, longest: float) -> Lengths:
-    """exp(log(median) + sigma * normal), clipped."""
+    """Returns lengths exp(log(median) + sigma * normal), clipped."""
     return lambda random, shape: np.clip(random.lognormal(np.log(median), sigma, shape), shortest, longest)
 
 
 def parse_lengths(text: str) -> Lengths:
     """Returns the lengths that --lengths names.
 
-    "median,sigma,shortest,longest" of `lognormal`, a file with one number a line, or a run's work directory, whose
-    samples/*.jsonl are drawn from.
+    `text` is "median,sigma,shortest,longest" of `lognormal`, a file with one number a line, or a run's work directory:
+    then lengths are drawn from its samples/*.jsonl.
 
     Raises:
       ValueError: it is none of these.
@@ -140,7 +140,7 @@ def _whole(lengths: np.ndarray) -> np.ndarray:
 def synthetic(
     num_prompts: int, samples: int, prompt_tokens: int, lengths: Lengths, vocab_size: int, seed: int = 0
 ) -> Workload:
-    """Random prompts of one length, with a fixed number of responses each."""
+    """Returns random prompts of one length, with a fixed number of responses each."""
     random = np.random.default_rng(seed)
     drawn = _whole(lengths(random, (num_prompts, samples)))
     tokens = random.integers(0, vocab_size, (num_prompts, prompt_tokens))
@@ -156,7 +156,7 @@ def adaptive(
     scale: float = 1.0,
     seed: int = 0,
 ) -> Workload:
-    """Rounds of a `collection` section that depend on scripted verdicts.
+    """Returns a workload whose rounds follow a `collection` section and scripted verdicts.
 
     A prompt's draws have one pass rate, and lengths independent of it, multiplied by `scale`; prompts have 8 to 16
     random tokens. A strategy without a limit of draws ends after `max_rounds` rounds of `samples_per_round`.

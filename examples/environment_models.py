@@ -58,7 +58,7 @@ class Task(NamedTuple):
 
 
 def guess(messages: list[Row], rng: np.random.Generator) -> str:
-    """A number of the game; mostly any, sometimes one that the hints allow."""
+    """Returns a number of the game: mostly any, sometimes one that the hints allow."""
     low, high = 1, environments.NUMBERS
     for said, hint in zip(messages[1::2], messages[2::2], strict=True) if rng.random() < LOOKS else ():
         number = int(said["content"])
@@ -67,7 +67,7 @@ def guess(messages: list[Row], rng: np.random.Generator) -> str:
 
 
 def ask_or_guess(messages: list[Row], rng: np.random.Generator) -> str:
-    """The result of the calculator if there is one; otherwise sometimes a call of it, mostly a number."""
+    """Returns the result of the calculator if there is one; otherwise sometimes a call of it, mostly a number."""
     if messages[-1]["role"] == "tool":
         return messages[-1]["content"]
     if rng.random() < CALLS:
@@ -99,7 +99,7 @@ TASKS = {"game": game, "calculator": calculator}
 
 
 def conversation(task: Task, row: Row, rng: np.random.Generator) -> tuple[list[Row], list[tuple[str, list[Row]]]]:
-    """First messages, and the player's turns, each with the messages that answer it; [] at the end."""
+    """Returns the first messages, and the player's turns, each with the messages that answer it; [] at the end."""
     episode = Episode(task.environment, row, ())
     first, turns = list(episode.messages), []
     while len(turns) < MAX_TURNS:
@@ -112,7 +112,7 @@ def conversation(task: Task, row: Row, rng: np.random.Generator) -> tuple[list[R
 
 
 def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> None:
-    """A byte-level BPE with single digits, trained on `texts`, with a chat template."""
+    """Writes a byte-level BPE with single digits, trained on `texts`, and a chat template."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         tokenizers.pre_tokenizers.Digits(individual_digits=True),
@@ -133,7 +133,7 @@ def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> None:
 
 
 def example(tokenizer: Tokenizer, chat: Chat, first: list[Row], said: list[tuple[str, list[Row]]]) -> Example:
-    """A conversation as a row for the learner: the environment's tokens are inputs only."""
+    """Returns a conversation as a row for the learner: the environment's tokens are inputs only."""
     stop, segments = tokenizer.stop_ids[0], []
     for text, reply in said:
         segments.append(np.append(tokenizer.encode(text), stop).astype(np.int32))
@@ -148,14 +148,14 @@ def example(tokenizer: Tokenizer, chat: Chat, first: list[Row], said: list[tuple
 
 
 def batches(examples: list[Example], rng: np.random.Generator) -> Iterator[Batch]:
-    """Endless batches of the examples."""
+    """Yields batches of the examples without end."""
     limits = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
     while True:
         yield make_batch([examples[index] for index in rng.integers(len(examples), size=BATCH_SIZE)], **limits)
 
 
 def write_problems(file: pathlib.Path, rows: list[Row]) -> None:
-    """A JSONL file as every command reads it."""
+    """Writes a JSONL file as every command reads it."""
     lines = ({"id": f"{file.stem}-{number:04d}", **row} for number, row in enumerate(rows))
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-MOST_REPEATS = 1000  # known problems in a row, before there seem to be no others
+MOST_REPEATS = 1000  # known problems in a row, after which no others are expected
 
 T = TypeVar("T", bound=Hashable)
 

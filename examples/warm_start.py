@@ -81,7 +81,7 @@ def demonstrations(count: int, seed: int | np.random.Generator) -> list[tuple[st
 
 
 def make_architecture(tokenizer: Tokenizer) -> Architecture:
-    """A Qwen2 of 107,000 weights over the task's characters."""
+    """Returns a Qwen2 of 107,000 weights over the task's characters."""
     return Architecture(
         family="qwen2",
         vocab_size=tokenizer.vocab_size,
@@ -104,7 +104,7 @@ def make_architecture(tokenizer: Tokenizer) -> Architecture:
 
 
 def initial_params(architecture: Architecture, seed: int) -> Params:
-    """Random weights, with biases of queries, keys and values from N(0, 1): without them it hardly learns the task."""
+    """Returns random weights, with query, key and value biases from N(0, 1): without them it hardly learns the task."""
     params = init(architecture, jax.random.key(seed))
     attention = params["layers"]["attention"]
     for index, name in enumerate(("query_bias", "key_bias", "value_bias")):
@@ -116,7 +116,7 @@ def initial_params(architecture: Architecture, seed: int) -> Params:
 def demonstration_batch(
     tokenizer: Tokenizer, rng: np.random.Generator, max_prompt_tokens: int, max_response_tokens: int
 ) -> Batch:
-    """A batch of the demonstrator's answers, each ended by the stop token."""
+    """Returns a batch of the demonstrator's answers, each ended by the stop token."""
     rows = []
     for problem, answer in demonstrations(BATCH_SIZE, rng):
         tokens = np.append(tokenizer.encode(answer, add_special_tokens=False), tokenizer.stop_ids[0]).astype(np.int32)

@@ -30,7 +30,7 @@ from reinforce_ada_jax.types import Response
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gita", "Hugo")
 THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "plums", "shells")
-# What happens to what somebody has, by the sign of the change.
+# Events that change the number of things, by the sign of the change.
 EVENTS = {
     1: ("{other} gives {name} {count} more.", "{name} buys {count} more.", "Then {name} finds {count}."),
     -1: ("{other} takes {count} of them.", "{name} gives {count} to {other}.", "Then {name} loses {count}."),
@@ -62,7 +62,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(rng: np.random.Generator) -> Problem:
-    """One or two changes by 2 to 9; what there is stays within 1 to 29."""
+    """Returns a problem with one or two changes by 2 to 9; the number of things stays within 1 to 29."""
     name, other = (NAMES[i] for i in rng.permutation(len(NAMES))[:2])
     things, first = str(rng.choice(THINGS)), int(rng.integers(3, 20))
     sentences, changes, total = [f"{name} has {first} {things}."], [], first
@@ -77,7 +77,7 @@ def make_problem(rng: np.random.Generator) -> Problem:
 
 
 def pupils_solution(problem: Problem, rng: np.random.Generator) -> str:
-    r"""A worked solution, right or wrong: "14 - 6 = 8. 8 + 9 = 17. The answer is \boxed{17}."."""
+    r"""Returns a worked solution, right or wrong: "14 - 6 = 8. 8 + 9 = 17. The answer is \boxed{17}."."""
     total, lines = problem.first, []
     for asked in problem.changes:
         change = -asked if rng.random() < MISREADS else asked
@@ -90,7 +90,7 @@ def pupils_solution(problem: Problem, rng: np.random.Generator) -> str:
 
 
 def splits(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """(problems, heldout): no text is there twice."""
+    """Returns (problems, heldout); no text occurs twice."""
     rng, distinct = np.random.default_rng(seed), {}
     while len(distinct) < NUM_PROBLEMS + NUM_HELDOUT:
         problem = make_problem(rng)
@@ -100,7 +100,7 @@ def splits(seed: int) -> tuple[list[Problem], list[Problem]]:
 
 
 def demonstrations(seed: int, heldout: list[Problem]) -> Iterator[tuple[str, str]]:
-    """(text, the pupil's solution), of as many problems as are asked for; none of them is held out."""
+    """Yields (text, the pupil's solution) without end; none of the problems is held out."""
     rng, kept_back = np.random.default_rng([seed, 1]), {problem.text for problem in heldout}
     while True:
         problem = make_problem(rng)
@@ -109,7 +109,7 @@ def demonstrations(seed: int, heldout: list[Problem]) -> Iterator[tuple[str, str
 
 
 def write_problems(file: pathlib.Path, problems: list[Problem]) -> None:
-    """A JSONL file as every command reads it."""
+    """Writes a JSONL file as every command reads it."""
     rows = (
         {"id": f"{file.stem}-{number:04d}", "problem": problem.text, "answer": str(problem.answer)}
         for number, problem in enumerate(problems)
@@ -118,7 +118,7 @@ def write_problems(file: pathlib.Path, problems: list[Problem]) -> None:
 
 
 def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> None:
-    """A byte-level BPE with single digits, trained on `texts`, with a chat template."""
+    """Writes a byte-level BPE with single digits, trained on `texts`, and a chat template."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
         tokenizers.pre_tokenizers.Digits(individual_digits=True),
@@ -143,7 +143,7 @@ def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> None:
 
 
 def make_architecture(tokenizer: Tokenizer) -> Architecture:
-    """A Qwen2, described as its config.json is."""
+    """Returns a Qwen2, described as in its config.json."""
     return from_hf(dict(
         model_type="qwen2", vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=192,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
@@ -152,7 +152,7 @@ def make_architecture(tokenizer: Tokenizer) -> Architecture:
 
 
 def batches(tokenizer: Tokenizer, drawn: Iterator[tuple[str, str]]) -> Iterator[Batch]:
-    """The demonstrations as rows for the learner, each ended by the stop token."""
+    """Yields batches of demonstrations as rows for the learner, each ended by the stop token."""
     while True:
         rows = []
         for _ in range(BATCH_SIZE):

@@ -6,7 +6,7 @@
 The command runs `train` twice in a temporary folder, for --iterations iterations each. The first run begins without
 compiled programs (cold). The second one has the programs of the first (warm). Nothing is evaluated, and nothing is
 reported elsewhere. The figures of collections and updates are medians over both runs, without their first iterations.
-docs/performance.md has the measurements beside other programs.
+docs/performance.md compares measurements with other programs.
 """
 
 import json
@@ -46,7 +46,7 @@ SETTINGS = {"evaluation.benchmarks": "()", "logging.trackers": ""}
 def seconds_until(sign: str, command: Sequence[str], environment: Mapping[str, str]) -> float:
     """Returns the seconds from the start of a process to a line of its output that begins with `sign`.
 
-    The process then runs to its end; one that is "ready" is told to end.
+    The process then runs to its end. With the sign "ready", that of a server, it is told to end.
 
     Raises:
       RuntimeError: it ends without that line, or with an exit code other than 0; the message has its output.
@@ -120,7 +120,7 @@ if __name__ == "__main__":
     GIVEN = tuple(argument for argument in sys.argv[1:] if argument.lstrip("-").startswith("config"))
 
     def run() -> None:
-        cli.resolved(CONFIG)  # a mistake is said before anything starts
+        cli.resolved(CONFIG)  # reports a mistake before anything starts
         main(GIVEN, ITERATIONS.value, JSON.value)
 
     cli.run(run)

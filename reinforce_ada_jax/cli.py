@@ -24,7 +24,7 @@ from reinforce_ada_jax import user_code
 from reinforce_ada_jax.config import Config, aliases, config_files, nearest, reference, resolve, settings
 from reinforce_ada_jax.files.buckets import BucketError
 
-# Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
+# Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. Another is
 # distributed.watchdog.RESTART: the machine is taken away, or another process of the run is gone; start it again.
 STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -35,21 +35,21 @@ DEFINE = {
     Sequence[str] | None: flags.DEFINE_list,
 }  # fmt: skip
 
-# Errors of a path that come again however often the command is started;
+# Errors of a path that every start of the command would meet again.
 _FOR_GOOD = frozenset({
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
     errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.EXDEV,
 })  # fmt: skip
-# and errors of a disk, often without a name.
+# Errors of a disk; they often name no file.
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
-# Flags that are paths: empty, of a variable that is not set for example, they would choose a default.
+# Flags that are paths. An empty value, for example of a variable that is not set, would choose a default.
 PATHS = {"benchmarks", "histogram", "initial", "input", "model", "output", "workdir"}
 
-# Flags by the heading of `--help` that they stand under; all others are left out. Empty: all flags under one heading.
+# Flags by their heading in `--help`; all others are left out. Empty: all flags under one heading.
 Groups = Mapping[str, Collection[str]]
 
 
@@ -58,7 +58,7 @@ class _WrongConfigError(KeyError):
 
 
 def _wrong_key(config: Any, key: str) -> str:
-    """Returns what is wrong, and what to do, if a ConfigDict has no setting of such a dotted key; "" if it has one."""
+    """Returns what is wrong and what to do if a ConfigDict has no setting with this dotted key; "" if it has one."""
     section, place = config, ""
     for name in key.split("."):
         if not isinstance(section, ConfigDict):

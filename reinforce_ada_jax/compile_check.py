@@ -66,9 +66,9 @@ if __name__ == "__main__":
     )
     SLICES = flags.DEFINE_integer("slices", 1, "Equal slices of the run; mesh.data goes over them.", lower_bound=1)
     MODEL = flags.DEFINE_string("model", None, "A folder with the model's config.json, in place of model.path.")
-    PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Mean length of prompts; half of the limit.")
-    RESPONSE = flags.DEFINE_integer("mean_response_tokens", None, "Mean length of responses; half of the limit.")
-    DRAWS = flags.DEFINE_float("mean_draws", None, "Mean responses drawn for a prompt; those of its first round.")
+    PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Mean length of prompts; default: half the limit.")
+    RESPONSE = flags.DEFINE_integer("mean_response_tokens", None, "Mean length of responses; default: half the limit.")
+    DRAWS = flags.DEFINE_float("mean_draws", None, "Mean responses for a prompt; default: those of its first round.")
     JSON = flags.DEFINE_string("json", None, "A file for the results as a list; --json alone prints it, and only it.")
     sys.argv = ["--json=-" if argument == "--json" else argument for argument in sys.argv]
     cli.run(

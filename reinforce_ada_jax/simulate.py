@@ -33,7 +33,7 @@ SETTINGS = (
 
 
 def get_config() -> ConfigDict:
-    """Returns the configuration where --config names no file: every setting at its default."""
+    """Returns the configuration without --config: every setting at its default."""
     return defaults()
 
 
@@ -55,7 +55,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
 def read_inputs(options: flags.FlagValues, strategies: Sequence[str] = ()) -> Inputs:
     """Returns the inputs that the flags name; prints a summary of the prompt set, where there is one.
 
-    Where the flags name no strategy, these are taken, or else that of the configuration. Raises ValueError where a
+    Where the flags name no strategy, `strategies` are used, or else the configured one. Raises ValueError where a
     strategy, a pass rate or the prompt file breaks a rule.
     """
     given = {name: options[name].value for name in SETTINGS}

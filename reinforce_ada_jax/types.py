@@ -63,7 +63,7 @@ class Request:
     Attributes:
       prompt: the prompt to draw for.
       draw: number of the response in the prompt's pool, from 0.
-      prefetch: iterations until that of the prompt. Above 0, a slot would be idle without it.
+      prefetch: number of iterations until the prompt's own; above 0, the request fills a slot that would be idle.
       continues: where another turn may follow, the id of its prompt, else empty. That prompt begins with the tokens of
         this one and of the response, and has one request. A sampler may keep what it computed until the request comes,
         or until `RequestQueue.closed` names one of the two prompts.
@@ -85,16 +85,16 @@ class Response:
       prompt_id: `Prompt.id`.
       draw: `Request.draw`.
       tokens: T >= 1; includes a stop token that ended the response (sampled, kept, scored, trained).
-      logprobs: of each token under the distribution that it was sampled from: the behaviour policy at the sampling
-        temperature, untruncated; 0 at tokens of the environment.
+      logprobs: log-probability of each token under the behaviour policy that sampled it, at the sampling temperature
+        and without truncation; 0 at tokens of the environment.
       truncated: the length limit ended it, not a stop token.
-      policy_version: of the weights that drew its first token: the number of iterations finished by then.
+      policy_version: version of the weights that drew its first token: the number of iterations finished by then.
       segments: lengths of a trajectory's parts, alternately the model's and the environment's; the first and the last
         are the model's. Empty: the model sampled all tokens.
       versions: (policy version, tokens) of each part, if the weights changed while it was drawn. Empty: they did not.
       is_cut: it has not ended, and may go on (`Request.begun`); such responses are in no pool.
-      experts: of a model with experts those of each token of the prompt and the response but the last, in each layer,
-        as the sampler chose them; the learner replays them (policy/experts.py). None: they were not recorded.
+      experts: for a model with experts, those that the sampler chose in each layer, for each token of the prompt and
+        the response except the last; the learner replays them (policy/experts.py). None: they were not recorded.
     """
 
     prompt_id: str
@@ -199,7 +199,7 @@ class Pool:
       estimate: pass rate expected before drawing, where the strategy plans; else None.
       round_sizes: draws of each round, in order; if none are given, all rounds have the same size.
       discarded: sampled tokens of each speculative draw that was not needed; such draws have no verdict.
-      noise: that of scores in the iterations before, for the control variate.
+      noise: noise of the scores in earlier iterations, for the control variate.
     """
 
     prompt: Prompt
@@ -245,7 +245,7 @@ class PartialRollouts:
     def ungraded(self) -> "PartialRollouts":
         """Returns the rollouts without their verdicts, for another reward to grade: no round is finished.
 
-        Of a later round whose draws still run, none is kept: those that have ended are short ones.
+        A later round whose draws still run is left out, because the draws that have ended are the short ones.
         """
         responses, sizes, begun = self.responses, self.round_sizes, self.begun
         if None in responses and len(sizes) > 1:
@@ -258,7 +258,7 @@ class Prefetch:
     """Prompts of the next collections, of which one collection may draw responses where slots would be idle."""
 
     prompts: Sequence[Prompt]  # their ids differ from those of the current prompts
-    ahead: Mapping[str, int] = dataclasses.field(default_factory=dict)  # collections until that of each; default: 1
+    ahead: Mapping[str, int] = dataclasses.field(default_factory=dict)  # collections until a prompt's own; default: 1
     partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id; added by `collect`
 
 

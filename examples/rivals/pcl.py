@@ -3,7 +3,7 @@
     python -m reinforce_ada_jax.train --config=configs/tiny.py --workdir=runs/pcl --config.collection.group_size=8 \
         --config.collection.strategy=grpo --config.collection.selection=examples/rivals/pcl.py:PCL
 
-Of k times as many candidates the prompts are chosen whose value V(x) is nearest to 1/2. After their responses are
+Among k times as many candidates, the prompts whose value V(x) is nearest to 1/2 are chosen. After their responses are
 drawn, V takes a step down the gradient of the mean of (V(x) - mean reward)^2.
 
 The sources are the abstract and a summary of the method by a reader, not the paper. Ours: k is 4; and V is a sigmoid of

@@ -9,7 +9,8 @@ p is the sigmoid of a Gaussian process over embeddings of the prompts, with a Ga
 
 The sources are the authors' program and summaries by readers, not the paper. Ours: an embedding has the counts of the
 tokens; a kernel is as wide as the root mean square distance; the last visit of a prompt is an observation of its logit;
-the mean is that of all; a prompt has 2 to samples_per_round * max_rounds draws (theirs 4 or more). For some thousands.
+the mean is that of all; a prompt has 2 to samples_per_round * max_rounds draws (theirs 4 or more). It is fast
+enough for some thousands of prompts.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from reinforce_ada_jax.collection.strategies import Strategy, keep_all, one_roun
 from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.types import Prompt
 
-DRAWS, VARIANCE = "draws", 4.0  # a label; of the process
+DRAWS, VARIANCE = "draws", 4.0  # a label of prompts; the variance of the process
 
 
 def vip(config: CollectionConfig) -> Strategy:

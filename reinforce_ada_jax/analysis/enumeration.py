@@ -19,9 +19,9 @@ from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
 from reinforce_ada_jax.types import EQUAL_NOISE, Pool, Prompt, Response, ScoreNoise, Verdict
 
-# A strategy without a limit is followed until less than this probability is left,
+# A strategy without a limit is followed until less than this probability is left.
 NEGLIGIBLE = 1e-12
-# for at most this many rounds: retries with a probability of 0.95 are negligible after 540.
+# It has at most this many rounds: retries with a probability of 0.95 are negligible after 540.
 MAX_ROUNDS = 20_000
 # `Outcomes.success_round` and `.success_correct` of a prompt without a correct draw.
 NO_SUCCESS = (-1, 0)
@@ -222,9 +222,9 @@ def _block(
     planned: int | None,
     noise: ScoreNoise,
 ) -> dict[str, Float[np.ndarray, " P"]]:
-    """Returns the columns at some pass rates, and three sums over kept responses.
+    """Returns the columns of `Expectations` at some pass rates, and three numbers on the kept responses.
 
-    Mean and variance of the sum of A_i (r_i - p), and the mean of the sum of A_i^2.
+    These are mean and variance of the sum of A_i (r_i - p), and the mean of the sum of A_i^2.
     """
     ends = outcomes(strategy, pass_rates, estimate, planned)
     numbers = ends.rounds, ends.drawn, ends.correct, ends.success_round, ends.success_correct
@@ -316,10 +316,10 @@ def expectations(
 
 
 def progress(found: Expectations) -> tuple[float, float]:
-    """Returns how much the best step raises the means of p and of log p, for each draw; in units of all strategies.
+    """Returns how much the best step raises the means of p and of log p for each draw, in one unit for all strategies.
 
-    A step eta raises the mean of f(p) by eta E[g] . grad f - eta^2 E[g^2] / 2, if the curvature is that of all
-    strategies. The best eta gives (E[g] . grad f)^2 / (2 E[g^2]). The sums over prompts are those of the policy with
+    A step eta raises the mean of f(p) by eta E[g] . grad f - eta^2 E[g^2] / 2, if all strategies have the same
+    curvature. The best eta gives (E[g] . grad f)^2 / (2 E[g^2]). The sums over prompts are those of the policy with
     one logit for each. Prompts with p = 0 or 1 cost their draws, and add nothing.
     """
     rates = found.pass_rates

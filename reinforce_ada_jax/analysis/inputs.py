@@ -14,7 +14,7 @@ from reinforce_ada_jax.config import CollectionConfig, collection_rules
 from reinforce_ada_jax.config.values import CORRECTIONS
 
 NUM_RATES, MOST_RATES = 11, 10_000
-# Each number of draws has as many states as may be correct: 8,192 draws of a prompt take 26 seconds.
+# After n draws a prompt is in one of n + 1 states: 8,192 draws of a prompt take 26 seconds.
 MOST_DRAWS = 10_000
 
 

@@ -287,7 +287,7 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _settings(name: str, value: str) -> list[str]:
-    """Returns our settings, as KEY=VALUE, that a name with this value means."""
+    """Returns our settings, as KEY=VALUE, for a name with this value."""
     alias = find(name)
     if alias is None:
         return [f"{name}={value}"]

@@ -41,7 +41,7 @@ def goals(collection: CollectionConfig) -> tuple[int, int]:
 
 
 def max_correct(collection: CollectionConfig) -> int | None:
-    """Returns the most correct draws of a prompt whose rounds end by correct ones alone; None where they may go on."""
+    """Returns the most correct draws of a prompt; None for `balance`, and where rounds have no fixed size."""
     if collection.strategy == "balance":
         return None
     before = goals(collection)[0] - 1 if collection.strategy == "positive" else 0

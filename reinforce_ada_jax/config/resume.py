@@ -17,7 +17,7 @@ RESUMABLE = (
     *("iterations", "checkpoint", "evaluation", "logging", "sft.validation"),
     *("sampling.check_invariants", "learning.max_skipped", "reward.max_failed", "judge.url"),
 )
-# What an evaluation of a run must have in common with it. `evaluation` and everything that only changes speed is free.
+# Settings that an evaluation of a run must share with it. `evaluation` and settings that only change speed may differ.
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction")
 SHOWN = 3  # lines of differences in a message
 GRADED_BY = (

@@ -18,7 +18,7 @@ from reinforce_ada_jax.config.paths import check_input, check_source
 from reinforce_ada_jax.config.settings import INSTRUCTION, SYSTEM, Config
 from reinforce_ada_jax.config.values import check_values
 
-# Responses of more tokens go on after the run was told to end. At 20 ms a token drawing 4,096 again takes 82 s.
+# Longer responses continue when a run resumes. At 20 ms a token, drawing 4,096 tokens again takes 82 s.
 LONG_RESPONSE = 4096
 
 
@@ -41,12 +41,12 @@ def longest_turn(config: Config) -> int:
 
 
 def begun_tokens(config: Config) -> int:
-    """Returns the most tokens of a response that goes on where it was cut, or broken off; 0 if none does.
+    """Returns the most tokens of a response that continues where it was cut or broken off; 0 if none does.
 
-    Without `collection.overlap` = in_flight these are responses that ran when the run was told to end. Each prompt row
-    of an engine then has room for these tokens. So short responses are drawn again. Long ones are drawn again, too,
-    where `sampling.pages` has no room for such a prompt, and in an environment, whose unfinished trajectories can't go
-    on.
+    With `collection.overlap` = in_flight all responses may continue. Otherwise only those do that ran when the run was
+    told to end, and only if they may be longer than LONG_RESPONSE: each prompt row of an engine needs room for their
+    tokens, so short ones are drawn again. Long ones are drawn again, too, where `sampling.pages` has no room for such a
+    prompt, and in an environment, whose unfinished trajectories can't continue.
     """
     sampling, most = config.sampling, config.sampling.max_response_tokens - 1
     if config.collection.overlap == "in_flight":

@@ -39,7 +39,8 @@ class ModelConfig:
     )  # fmt: skip
     compute_dtype: str = setting(
         "auto", "Precision of products and activations, on CPUs of products alone; auto: bfloat16, but float32 on CPUs "
-        "unless a large dense model has a processor that is faster in bfloat16; a run keeps that of its start.",
+        "unless the model is large and dense and the processor is faster in bfloat16; a run keeps the precision of "
+        "its start.",
         one_of(("auto", *values.DTYPES)),
     )  # fmt: skip
     numerics: str = setting(
@@ -337,7 +338,7 @@ class SamplingConfig:
         False, "Check all pages, rows and requests after every window; slow, for finding faults."
     )
 
-    # Training samples come from the whole distribution: a score, and with it a ratio, does not know a truncation.
+    # Training samples come from the whole distribution, because scores, and so ratios, are computed without truncation.
     top_k: ClassVar[int] = 0
     top_p: ClassVar[float] = 1.0
 

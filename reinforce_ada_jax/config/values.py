@@ -100,7 +100,7 @@ CONTROL_VARIATE = Allowed(
 
 
 def whole(least: int, most: int, *, optional: bool = False, why: str = "") -> Allowed:
-    """Allows numbers from `least` to `most`, and None where it is `optional`; `why` tells the lower bound."""
+    """Allows numbers from `least` to `most`, and None if `optional`; `why` explains the lower bound."""
     bound = f"be at least {least}{why} and" if least else "not be negative, and it must be"
     text = f"{bound} at most {most:,}" + "; None chooses" * optional
     return Allowed(text, lambda value: optional if value is None else least <= value <= most)
@@ -120,7 +120,7 @@ FINITE = Allowed("be finite", math.isfinite)
 NOT_NEGATIVE_FINITE = Allowed("not be negative, and it must be finite", lambda value: 0 <= value < math.inf)
 POSITIVE = Allowed("be above 0 and finite", lambda value: 0 < value < math.inf)
 SECONDS = Allowed("be above 0 and finite, at most 1,000,000", lambda value: 0 < value <= 1_000_000)
-# The sampler counts smaller temperatures above 0 as this one. Logits / temperature are rounded to 24 bits: at 1e-6
+# The sampler raises smaller temperatures above 0 to this one. Logits / temperature are rounded to 24 bits: at 1e-6
 # log-probabilities were off by 0.4, and at 1e-10 exponentials of the error were infinite, and token 0 was drawn.
 LEAST_TEMPERATURE = 1e-3
 TRAINING_TEMPERATURE = Allowed(  # the learner scores at the temperature of the draws

@@ -152,7 +152,7 @@ def _without_commas(answer: str) -> str:
 
 
 def _numbered(name: str, seen: collections.Counter[str]) -> str:
-    """Returns `name` where it comes first, "name-2" where it comes a second time."""
+    """Returns `name` at its first occurrence, "name-2" at the second, and so on."""
     seen[name] += 1
     return f"{name}-{seen[name]}" if seen[name] > 1 else name
 

@@ -26,7 +26,7 @@ from reinforce_ada_jax.data.vocabularies import (
 )
 from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
 
-# A base model prompted in ChatML tends to end on <|im_end|>, which its files do not name as an end.
+# A base model prompted in ChatML often ends with <|im_end|>, which its files do not name as an end token.
 CHATML_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
 TEMPLATES = ("plain", "qwen_math", "chat")

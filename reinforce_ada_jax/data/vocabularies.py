@@ -178,7 +178,7 @@ MAX_EXPANSION = 1000
 
 
 def _expansion(step: dict[str, Any]) -> int:
-    """Returns how many letters the replacements of a normalizer or a decoder may make of one, by its JSON."""
+    """Returns the most letters that a normalizer or a decoder may make of one letter, from its JSON."""
     steps = step.get("normalizers") or step.get("decoders") or []
     letters = len(step["content"]) if step["type"] == "Replace" else 1
     return max(1, letters) * math.prod(map(_expansion, steps))

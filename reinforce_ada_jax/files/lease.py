@@ -1,6 +1,6 @@
 """A lease: an object of a bucket that one process at a time holds. Locks of files don't guard two machines.
 
-The holder writes the object again every few seconds, on the condition that the object is still its own. Buckets check
+The holder writes the object again every ten seconds, on the condition that the object is still its own. Buckets check
 such a condition with the write, so of two processes one fails. No clocks are compared: a lease is stale if its object
 does not change while another process watches it.
 """

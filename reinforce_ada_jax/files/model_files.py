@@ -11,8 +11,8 @@ from typing import Any
 
 from reinforce_ada_jax.files.durable import json_object
 
-# A tokenizer.json has a few dozen MB. What Python parses has a few at most (the index of a thousand layers), and takes
-# 20 times its size of memory.
+# A tokenizer.json has a few dozen MB. Files that Python parses have a few MB at most (the index of a thousand layers),
+# and take 20 times their size of memory.
 MAX_BYTES, MAX_JSON_BYTES = 64 * 2**20, 16 * 2**20
 _REMEDY = "Copy it again from the model's folder, from where you trust it."
 

@@ -201,7 +201,7 @@ def _first_and_last(benchmark: str, kind: str, index: int, run: History) -> list
 
 
 def _benchmarks(histories: Sequence[History], *kinds: str) -> list[str]:
-    """Returns the benchmarks of which a run has curves of these kinds."""
+    """Returns the benchmarks for which a run has curves of these kinds."""
     found = [(name, curves) for history in histories for name, curves in history.curves.items()]
     return list(dict.fromkeys(name for name, curves in found if not curves.keys().isdisjoint(kinds)))
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Num
 
-# A colour of its own lightness for each line, on light and on dark paper. Readers who confuse red and green can tell
-# them apart: no two differ in that alone.
+# Colours of lines on light and on dark paper. Each has its own lightness, so that readers who confuse red and green can
+# tell them apart.
 LIGHT_COLORS = ("#0b4f9e", "#d9541e", "#00836b", "#9250b5", "#9a7400", "#55606e")
 DARK_COLORS = ("#79b4ff", "#ff9a6b", "#4fd3b5", "#d7a5ff", "#eac25a", "#b6bfca")
 

@@ -84,7 +84,7 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
 def read(
     workdir: pathlib.Path, most_rows: int, most_bytes: int, after: int = 0, last: int | None = None
 ) -> SampledResponses:
-    """Reads samples of a run within the limits; of an iteration that exceeds them alone, its first responses.
+    """Reads samples of a run within the limits; if one iteration alone exceeds them, its first responses.
 
     Only iterations after `after`, up to `last` (None: all), are counted and read.
     """

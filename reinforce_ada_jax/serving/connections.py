@@ -71,7 +71,7 @@ class LimitedProtocol(H11Protocol):
 
     config: "LimitedConfig"
     connections: Any  # those of the server, all of this class
-    # What the client is awaited for: its headers, its body, another request; None while it awaits its answer.
+    # What the server waits for: headers, a body, another request; None while the client waits for its answer.
     _awaited: Any = None
     _since = _unread_since = 0.0  # seconds of the event loop's clock
 

@@ -23,9 +23,9 @@ from reinforce_ada_jax.serving.connections import LimitedConfig, LimitedServer, 
 from reinforce_ada_jax.serving.settings import ServerSettings
 
 HUNG_UP = 499  # nobody reads this status; it is counted
-# Bodies with more bytes are large. Those of 1,024 connections below it are 256 MiB at most.
+# Bodies with more bytes are large. Smaller ones of 1,024 connections have 256 MiB at most.
 LARGE_BODY, LARGE_BODIES = 2**18, 8
-ENDING_S = 3  # for the ends of answers that are broken off after --grace_s
+ENDING_S = 3  # to send the ends of answers that are broken off after --grace_s
 DRAINED = 2**26  # bytes of a refused body that are read, and not kept
 
 
@@ -81,7 +81,7 @@ class Bodies:
         return body
 
     async def _read(self, request: Request, most: int, place: contextlib.AsyncExitStack) -> bytes | None:
-        """Returns the body, None if it has more bytes."""
+        """Returns the body; None if it has more than `most` bytes."""
         parts, size, is_large = [], 0, False
         # `stream` keeps the request's body open until it is exhausted.
         async with contextlib.aclosing(request.stream()) as stream:

@@ -52,7 +52,7 @@ class App:
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
 
     def stop(self) -> None:
-        """Ends what runs when --grace_s have passed, which it says; what comes then is refused."""
+        """Ends running requests after --grace_s, and prints how many there are; later requests are refused."""
         grace_s, running = self.settings.grace_s, len(self._calls)
         if running:
             print(f"stopping    {grace_s:g} s are left for requests not yet answered: {running}", flush=True)
@@ -186,7 +186,7 @@ class App:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make_prompt)
         except ValueError as error:
-            # Where the folder is concerns no client.
+            # Clients do not learn where the folder is.
             raise Invalid(str(error).replace(str(served.tokenizer.folder), served.name)) from error
 
     def _terms(self, asked: CompletionRequest | ChatRequest, served: Served, max_tokens: int | None) -> Terms:

@@ -44,7 +44,7 @@ class Choice:
     finish_reason: str = ""  # "stop", "length" or "cancelled"; "" before it has ended and, if asked for, is scored
     score_job: ScoreJob | None = None
     scores: Scores | None = None  # of each piece of the text
-    # Of the text, by a stream.
+    # How much of the text a stream has sent.
     num_sent_chars: int = 0
     num_sent_pieces: int = 0
     is_sent: bool = False

@@ -39,7 +39,7 @@ def save(
         for path in (*partial.iterdir(), partial):
             durable.sync(path)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # what is left to write on a full disk needs its place
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk, what is still to be written needs its space
         raise
     if folder.exists():
         folder.rename(aside)

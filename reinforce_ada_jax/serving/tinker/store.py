@@ -48,7 +48,7 @@ class ModelRow:
     targets: Sequence[str]
     metadata: dict[str, Any]  # of the user
     next_seq: int  # number of the request that runs next
-    state_seq: int  # number of the request after which the stored state is
+    state_seq: int  # number of the request that made the stored state
     created: float
     ended: str | None  # why nothing can be trained any more; None while it can
 
