@@ -40,7 +40,7 @@ class Baseline:
         self.threads = threads
 
     def describe(self) -> dict[str, Any]:
-        """Its version and its threads."""
+        """Returns its version and its number of threads."""
         return {"xllamacpp": xllamacpp.__version__, "threads": self.threads}
 
     def _complete(self, request: tuple[list[int], int]) -> int:
@@ -55,7 +55,7 @@ class Baseline:
         return tokens
 
     def run(self) -> dict[str, float]:
-        """The whole workload once; fails where a response hasn't exactly the prescribed length."""
+        """Draws the whole workload once; fails if a response hasn't exactly the prescribed length."""
         begin = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(self.settings["slots"]) as pool:
             tokens = sum(pool.map(self._complete, self.requests))

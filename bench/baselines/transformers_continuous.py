@@ -49,7 +49,7 @@ class Baseline:
         self.manager.start()
 
     def describe(self) -> dict[str, Any]:
-        """Versions and the settings that the manager resolved."""
+        """Returns versions and the settings that the manager resolved."""
         resolved = self.manager.continuous_batching_config
         names = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "allow_block_sharing")
         return {
@@ -62,7 +62,7 @@ class Baseline:
         } | {name: getattr(resolved, name) for name in names}
 
     def run(self) -> dict[str, float]:
-        """The whole workload once; fails where a response hasn't exactly the prescribed length."""
+        """Draws the whole workload once; fails if a response hasn't exactly the prescribed length."""
         begin = time.perf_counter()
         wanted = {
             self.manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1): length
@@ -83,9 +83,9 @@ class Baseline:
 
     @torch.no_grad()
     def score(self, rows: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Log-probability of each token after the first, a row at a time, from logits in float32.
+        """Returns the log-probability of each token after the first, a row at a time, from logits in float32.
 
-        Their sums are in float64: over 150,000 words torch's in float32 are further off than the model's products.
+        Sums are in float64: over 150,000 words, torch's sums in float32 have larger errors than the model's products.
         """
         result = []
         with self.manager.pause():

@@ -50,7 +50,7 @@ class Baseline:
         self.first = True
 
     def describe(self) -> dict[str, Any]:
-        """Versions and the machine."""
+        """Returns versions and the machine."""
         return {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
@@ -61,7 +61,7 @@ class Baseline:
         }
 
     def _tensors(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Rows of prompt and response, padded on the right, and what is known of the response tokens."""
+        """Returns rows of prompt and response, padded on the right, and the data of the response tokens."""
         longest = max(len(example["response"]) for example in examples)
         width = max(len(example["prompt"]) + len(example["response"]) for example in examples)
         size = len(examples)
@@ -86,7 +86,7 @@ class Baseline:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _logprobs(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[B, R]: of the response tokens, whose positions alone meet the output head."""
+        """Returns those of the response tokens, [B, R]; only their positions go through the output head."""
         cast = contextlib.nullcontext()
         if self.autocast is not None:
             cast = torch.autocast(self.device, dtype=self.autocast)
@@ -95,7 +95,7 @@ class Baseline:
             hidden = self.model.model(input_ids=micro["tokens"], use_cache=False).last_hidden_state
             at = micro["at"][..., None].expand(-1, -1, hidden.shape[-1])
             logits = self.model.lm_head(hidden.gather(1, at))
-        # Scores are compared: over 150,000 words torch's sums in float32 are further off than the model's products.
+        # Scores are compared: over 150,000 words, torch's sums in float32 have larger errors than the model's products.
         logits = logits.flatten(0, 1).to(torch.float32 if torch.is_grad_enabled() else torch.float64)
         return -functional.cross_entropy(logits, micro["targets"].flatten(), reduction="none").view_as(micro["at"])
 
@@ -106,7 +106,7 @@ class Baseline:
 
     @torch.no_grad()
     def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-        """Log-probabilities of each response's tokens."""
+        """Returns log-probabilities of each response's tokens."""
         rows = torch.cat([self._logprobs(micro) for micro in self._micro_batches(self._tensors(examples))])
         logprobs = [row[: len(example["response"])].tolist() for row, example in zip(rows, examples, strict=True)]
         return {"logprobs": logprobs}
@@ -117,7 +117,7 @@ class Baseline:
         return {}
 
     def _update(self) -> tuple[float, float]:
-        """(loss, norm of the gradient) of one optimiser step."""
+        """Makes one optimiser step; returns its loss and the norm of the gradient."""
         settings, total = self.learning, 0.0
         self.optimizer.zero_grad(set_to_none=True)
         num_tokens = self.batch["mask"].sum()
@@ -139,14 +139,14 @@ class Baseline:
         return total, float(norm) if exact is None else exact
 
     def _gradient_norm(self) -> float:
-        """With squares summed in float64: `clip_grad_norm_` sums them in float32 and may be off by 1e-4 of the norm.
+        """Sums squares in float64: `clip_grad_norm_` sums them in float32, with errors of up to 1e-4 of the norm.
 
-        It costs time, and so is for the first update alone, which is not timed.
+        This costs time, so it is done for the first update alone, which is not timed.
         """
         return math.sqrt(sum(float(weight.grad.double().square().sum()) for weight in self.model.parameters()))
 
     def run(self) -> dict[str, float]:
-        """One update: its time, its results, and by how much memory grew beyond the weights."""
+        """Runs one update; returns its time, its results, and the memory beyond the weights."""
         cuda = self.device == "cuda"
         if cuda:
             torch.cuda.synchronize()

@@ -67,7 +67,7 @@ class Baseline(TrainerCallback):
         threading.Thread(target=self._train, daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
-        """Versions and the machine."""
+        """Returns versions and the machine."""
         return {
             "trl": trl.__version__,
             "transformers": transformers.__version__,
@@ -89,12 +89,12 @@ class Baseline(TrainerCallback):
         self.begun = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Answers it."""
+        """Answers the request."""
         seconds, cpu_seconds = time.perf_counter() - self.begun[0], time.process_time() - self.begun[1]
         self.done.put({"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": self.tokens})
 
     def run(self) -> dict[str, float]:
-        """One iteration: its time, and the tokens of its responses."""
+        """Runs one iteration; returns its time, and the tokens of its responses."""
         self.wanted.release()
         done = self.done.get()
         if isinstance(done, BaseException):

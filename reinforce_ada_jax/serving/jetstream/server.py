@@ -62,7 +62,7 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
 
 
 async def print_status(servicer: servicer_lib.Servicer) -> None:
-    """Prints a line every ten seconds in which something happened."""
+    """Prints a line every ten seconds, if something happened in them."""
     before, tokens = None, 0
     while True:
         await asyncio.sleep(STATUS_EVERY_S)

@@ -85,7 +85,7 @@ class Answer:
         }
 
     async def made(self, make: Callable[[], Made]) -> Made:
-        """Returns what `make` returns; where scores make it long, it does not run in the event loop."""
+        """Returns what `make` returns; with scores, which take long, it does not run in the event loop."""
         if not self._call.terms.scored:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._executor, make)
