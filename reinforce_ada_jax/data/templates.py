@@ -159,7 +159,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     iterations, start = 0, 0.0
 
     def begin(self) -> None:
-        self.iterations, self.start = 0, time.monotonic()
+        self.iterations, self.start = 0, time.thread_time()
 
     def _parse(self, source, name, filename):
         _refuse(len(source) > MAX_SOURCE, f"a template of {len(source):,} characters")
@@ -170,7 +170,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     def count_iteration(self) -> None:
         self.iterations += 1
         _refuse(self.iterations > MAX_ITERATIONS, f"more than {MAX_ITERATIONS:,} iterations of loops")
-        _refuse(time.monotonic() - self.start > MAX_SECONDS, f"more than {MAX_SECONDS:g} seconds")
+        _refuse(time.thread_time() - self.start > MAX_SECONDS, f"more than {MAX_SECONDS:g} seconds of the processor")
 
     def join(self, *parts) -> str:
         text = "".join(map(str, parts))

@@ -11,6 +11,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, DataConfig, ModelConfig
 from reinforce_ada_jax.data import templates
 from reinforce_ada_jax.data.templates import Chat, chat_from_config, render_chat
+from tests import standins
 
 MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
 
@@ -117,6 +118,16 @@ def test_what_takes_for_ever_or_all_memory_is_an_error(template):
     with pytest.raises(jinja2.TemplateError):
         render(template)
     assert time.monotonic() - begin < 20  # of a busy machine: each takes less than 0.2 s
+
+
+def test_the_limit_counts_the_time_of_the_processor(monkeypatch):
+    """On a busy machine a rendering of a millisecond may take seconds."""
+    standins.constants(monkeypatch, templates, MAX_SECONDS=0.2)
+    standins.before(monkeypatch, templates._Environment, "count_iteration", lambda _: time.sleep(0.3))
+    assert render("{% for i in range(1) %}{{ i }}{% endfor %}") == "0"
+    standins.constants(monkeypatch, templates, MAX_SECONDS=1e-9)
+    with pytest.raises(jinja2.TemplateError, match=r"more than 1e-09 seconds of the processor"):
+        render("{% for i in range(2) %}{{ i }}{% endfor %}")
 
 
 def test_bounds_leave_room_for_what_templates_do():
