@@ -120,12 +120,12 @@ def pages_that_fit(run: Deployment, spare: int) -> int:
 
 
 def slots_that_fit(run: Deployment, spare: int) -> int:
-    """Returns the slots whose pages fit at full length, with a quarter more open prompts than slots."""
+    """Returns the slots whose pages fit at full length, with as many open prompts for each as the options have."""
     options, cache = run.options, layout(run.architecture, run.options)
-    rings, sliding = cache.rings, int(np.sum(cache.slides))
-    of_slot = (len(cache.slides) - sliding) * (options.table_width + 1.25 * options.prompt_width)
+    rings, sliding, prompts = cache.rings, int(np.sum(cache.slides)), options.open_prompts / options.slots
+    of_slot = (len(cache.slides) - sliding) * (options.table_width + prompts * options.prompt_width)
     if rings is not None:
-        of_slot += sliding * (rings.of_slot + 1.25 * rings.of_prompt)
+        of_slot += sliding * (rings.of_slot + prompts * rings.of_prompt)
     return int(max(0, cache.total + _spare_pages(run, spare) - len(cache.slides)) / of_slot)
 
 

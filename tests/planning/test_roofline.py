@@ -168,9 +168,12 @@ def test_what_fits_beside_everything():
     assert plan.spare_bytes(RESULTS) == 2 * GIB
     run = Deployment(tiny(), TIED, OPTIONS, CHIPS["v5e"])
     assert plan.pages_that_fit(run, 2 * GIB) == 9 + 2 * GIB // 64
-    # table 4 pages (16 tokens), a prompt 2: 4 + 2.5 a slot; 65 pages and the one that is never handed out: 10 slots.
+    # table 4 pages (16 tokens), a prompt 2: 4 + 2 a slot; 65 pages and the one that is never handed out: 10 slots. With
+    # two open prompts for each slot 8 a slot: 8 slots.
     assert (OPTIONS.table_width, OPTIONS.prompt_width) == (4, 2)
     assert plan.slots_that_fit(run, (66 - 9) * 64) == 10
+    more_prompts = dataclasses.replace(run, options=dataclasses.replace(OPTIONS, open_prompts=6))
+    assert plan.slots_that_fit(more_prompts, (66 - 9) * 64) == 8
     assert plan.slots_that_fit(run, -14 * 64) == 0
 
 
@@ -179,9 +182,9 @@ def test_rings_leave_more_room():
     sliding = dataclasses.replace(TIED, window=2, sliding_layers=(0,))
     run = Deployment(tiny(), sliding, dataclasses.replace(OPTIONS, ring_window=2), CHIPS["v5e"])
     assert plan.pages_that_fit(run, 6 * 32) == 9 + 6  # a page of one layer has 32 bytes
-    # The pool has 9 pages, the rings 1 + 3 * 2 + 3 * 2. Of these 22 two are never handed out. 6.5 and 4.5 a slot.
-    assert plan.slots_that_fit(run, (2 + 5 * 11 - 22) * 32) == 5
-    assert plan.slots_that_fit(run, (2 + 5 * 11 - 23) * 32) == 4
+    # The pool has 9 pages, the rings 1 + 3 * 2 + 3 * 2. Of these 22 two are never handed out. 6 and 4 a slot.
+    assert plan.slots_that_fit(run, (2 + 5 * 10 - 22) * 32) == 5
+    assert plan.slots_that_fit(run, (2 + 5 * 10 - 23) * 32) == 4
 
 
 def test_phases():
@@ -236,7 +239,7 @@ def test_remedies():
     assert "mesh.fsdp = 8 (now 4)" in lines[-1] and "3.00 of 10.00 GiB" in lines[-1]
     config = replaced(config, {"learning.micro_batches": 128})  # a row a device
     assert not any("micro_batches" in line for line in plan.remedies(deployed(config), too_big, 3 * GIB))
-    many = dataclasses.replace(OPTIONS, pages=2**26, slots=2**20)  # of 32 B on each of two devices
+    many = dataclasses.replace(OPTIONS, pages=2**26, slots=2**20, open_prompts=5 * 2**18)  # 32 B on each of two devices
     lines = plan.remedies(deployed(config, many), [result("decode window of 4", 9, 2)], GIB)
     pages, fit = 2**26 - 2**25, (2**25 - 1) * 2 // 13
     assert lines[0].startswith(f"sampling.slots = {fit} (now 1048576) with sampling.pages = {pages:,}")
