@@ -372,7 +372,7 @@ def deterministic(config: Config) -> bool:
 
 
 def rounds_alike(config: Config) -> bool:
-    """Returns True if a response keeps its bits when it is drawn in another slot, next to other responses."""
+    """Returns True if a response keeps its bits in another slot, or the run does not promise them."""
     if config.model.numerics == "invariant":
         return config.collection.overlap == "none"  # idle slots decide which responses are prefetched
     return not deterministic(config)

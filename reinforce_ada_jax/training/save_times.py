@@ -83,8 +83,8 @@ class SaveTimes:
         self._said = True
         return (
             f"A checkpoint takes about {seconds:.0f} s ({size / 1e9:.1f} GB), longer than checkpoint.notice_s "
-            f"({checkpoint.notice_s:g} s). So a preemption saves responses only. It costs the updates since the newest "
-            f"checkpoint, which is written every {self.minutes(checkpoint, size):g} minutes, after an iteration."
+            f"({checkpoint.notice_s:g} s). So a preemption saves no checkpoint. It costs the updates since the newest "
+            f"one, which is written every {self.minutes(checkpoint, size):g} minutes, after an iteration."
         )
 
 
