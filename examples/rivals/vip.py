@@ -9,8 +9,7 @@ p is the sigmoid of a Gaussian process over embeddings of the prompts, with a Ga
 
 The sources are the authors' program and summaries by readers, not the paper. Ours: an embedding has the counts of the
 tokens; a kernel is as wide as the root mean square distance; the last visit of a prompt is an observation of its logit;
-the mean is that of all; a prompt has 2 to samples_per_round * max_rounds draws (theirs 4 or more). It is fast
-enough for some thousands of prompts.
+the mean is that of all; a prompt has 2 to samples_per_round * max_rounds draws, where theirs has 4 or more.
 """
 
 import dataclasses
