@@ -93,14 +93,15 @@ def until_iteration(workdir, number, processes) -> None:
 
 @pytest.fixture(scope="module")
 def unbroken(start, tmp_path_factory):
-    """Work directory of a run in one process, of one device: its engine has the program of each of two processes."""
+    """Work directory of a run in one process, of two devices: its programs are those of each of two processes."""
     workdir = tmp_path_factory.mktemp("one") / "run"
-    finished(start(workdir, 1, devices=1))
+    finished(start(workdir, 1, devices=2))
     return workdir
 
 
 def test_two_processes_make_the_run_of_one(start, unbroken, tmp_path):
-    spoke, silent = finished(start(tmp_path / "two", 2))
+    """With two devices each, which may be in different transfers of one program."""
+    spoke, silent = finished(start(tmp_path / "two", 2, devices=4))
     assert "finished iteration 3" in spoke and "finished" not in silent
     assert "process 1 of 2, " in (tmp_path / "two" / "logs" / "host-1.log").read_text()
     assert_same_run(unbroken, tmp_path / "two")
