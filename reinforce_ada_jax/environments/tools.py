@@ -24,8 +24,8 @@ def schema(tool: Tool) -> dict[str, Any]:
     """Returns the description of a tool: {"type": "function", "function": {"name", "description", "parameters"}}.
 
     Annotations may be str, int, float, bool, list, dict, `Literal`, and unions with None. The description is the first
-    paragraph of the docstring, and those of arguments come from its section "Args:". Raises
-    ValueError for an argument with another annotation or none, and for a missing docstring.
+    paragraph of the docstring, and those of arguments come from its section "Args:". Raises ValueError
+    for an argument with another annotation or none, and for a missing docstring.
     """
     name, text = getattr(tool, "__name__", repr(tool)), inspect.getdoc(tool)
     if not text:

@@ -6,8 +6,8 @@
                     (outside)  (inside: its end ends all others)
 
 Where the system allows no namespaces, the program is this process's child. Then limits, the filter of system calls and
-the end of all its processes remain. Where this process is root, the program also has its own
-user id. `weakness` says why there are no namespaces.
+the end of all its processes remain. Where this process is root, the program also has its own user id. `weakness` says
+why there are no namespaces.
 """
 
 import contextlib

@@ -219,8 +219,9 @@ class Checkpoints:
         """Begins to write a checkpoint when the one before is written; the arrays may be donated after the call.
 
         If the iteration is already saved with the same arrays, only its record is replaced; a saved evaluation stays if
-        none is given. With other arrays nothing is written. `run` is the record; iteration, run id and fingerprints are
-        added. `sampler` has the weights that the next iteration is drawn from, if they are not the learner's.
+        none is given. If it is saved with other arrays, it stays as it is. `run` is the record; iteration, run id and
+        fingerprints are added. `sampler` has the weights that the next iteration is drawn from, if they are not the
+        learner's.
         """
         own = {"run_id": self._run_id, "iteration": iteration, "evaluation": evaluation}
         own["fingerprints"] = fingerprints.numbers(learner)
@@ -253,7 +254,7 @@ class Checkpoints:
         return time.monotonic() - self._saved_at
 
     def _amend(self, iteration: int, record: dict[str, Any]) -> None:
-        """Replaces a saved record, and the checkpoints that `Retention` does not keep once its evaluation counts."""
+        """Replaces a saved record of the same arrays, and removes checkpoints that `Retention` then does not keep."""
         self._manager.wait_until_finished()
         saved = self.record(iteration)
         if record["evaluation"] is None:

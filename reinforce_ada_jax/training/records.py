@@ -37,7 +37,7 @@ def first_line(error: BaseException) -> str:
 def fault_of_machine(error: BaseException | None) -> BaseException | None:
     """Returns the first error of the machine among an error and its causes, or None. It says nothing about the file.
 
-    Orbax raises errors of its own from some of TensorStore, and its own say only where it read.
+    Orbax raises some errors of TensorStore as its own, which say only where it read.
     """
     while error is not None:
         if isinstance(error, OSError):

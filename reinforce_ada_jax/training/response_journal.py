@@ -77,7 +77,8 @@ class ResponseJournal:
         """
         iteration = state.iteration + 1
         self._before, self._next_at = (iteration, state.learner), self._clock() + self._period_s()
-        if self._stores_broken_off and processes.total() > 1:
+        self._sent.clear()
+        if self._stores_collecting and processes.count() > 1:
             self._fingerprints(state.learner)  # a program of all processes, which do not meet in `keep`
         if iteration not in self._found:
             return None
@@ -121,7 +122,7 @@ class ResponseJournal:
         Only where the responses of a broken collection are stored, and no process only draws.
         """
         begin = self._clock()
-        if begin < self._next_at or not self._stores_broken_off or processes.drawing():
+        if begin < self._next_at or not self._stores_collecting:
             return
         if self._before is not None and self._before[0] == iteration:
             collected = so_far()
@@ -135,6 +136,10 @@ class ResponseJournal:
                 processes.send(0, b"%d\n" % iteration + to_bytes(collected))
         now = self._clock()
         self._next_at = now + max(self._period_s(), (now - begin) / MOST_SHARE)
+
+    @property
+    def _stores_collecting(self) -> bool:
+        return self._stores_broken_off and not processes.drawing()
 
     def _period_s(self) -> float:
         """Returns the seconds between two writings: what was sent is up to one period old when it is written."""
