@@ -44,6 +44,8 @@ def main(workdir: buckets.Named, iteration: int | None, output: buckets.Named, a
         if adapter and adapters is None:
             raise ValueError(f"{named} trained all weights (lora.rank is 0): export them without --adapter.")
         architecture, folder = components.architecture, components.folder
+        if adapter:
+            adapter_files.check_family(architecture, "Export whole weights, without --adapter.")
         if adapters is None:
             with streamed(workdir, config, components, iteration) as (found, shapes, read):
                 huggingface.save(output, architecture, shapes, read=read, tokenizer_from=folder)

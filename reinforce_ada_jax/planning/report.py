@@ -6,6 +6,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh
 
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config.rules import longest_response
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.files import gguf
 from reinforce_ada_jax.learning.platform import chosen_dtype
@@ -142,6 +143,7 @@ def check_slice(
     chip = chip_of(topology)
     config = chosen_dtype(config, chip.platform)
     architecture, source = find_architecture(config.model.path, model)
+    architecture = architecture.for_texts(config.data.max_prompt_tokens + longest_response(config))
     options = engine_options(config, architecture, chip.platform)
     run = abstract_run(config, architecture, options, _mesh_over(topology, slices, config))
     deployment = Deployment(config, architecture, options, chip)

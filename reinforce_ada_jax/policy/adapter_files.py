@@ -14,7 +14,7 @@ from reinforce_ada_jax.files import gguf
 from reinforce_ada_jax.policy import hub_models, huggingface, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora, adapter_shapes
-from reinforce_ada_jax.policy.tensor_table import TABLE
+from reinforce_ada_jax.policy.tensor_table import TABLE, joined
 from reinforce_ada_jax.policy.transformer import Params, flatten
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -54,6 +54,15 @@ def check_base(folder: pathlib.Path, recorded: str) -> None:
 def _peft_name(weight: str, matrix: str) -> str:
     """Returns PEFT's name of the matrix "a" or "b" of one of our weights; {} in it is the layer."""
     return f"base_model.model.{TABLE[weight][1].removesuffix('.weight')}.lora_{matrix.upper()}.weight"
+
+
+def check_family(architecture: Architecture, remedy: str) -> None:
+    """Raises ValueError, with the `remedy`, where a model's adapters have no form in PEFT."""
+    if joined(architecture):
+        raise ValueError(
+            f"PEFT adapts queries, keys and values of {architecture.family} as one matrix, and this program each of "
+            f"them. {remedy}"
+        )
 
 
 def peft_tensors(architecture: Architecture, adapters: Params, lora: Lora) -> dict[str, np.ndarray]:

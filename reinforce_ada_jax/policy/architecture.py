@@ -1,13 +1,13 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
-Twelve families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
-on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral and Ministral (as
+Thirteen families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a
+norm on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral and Ministral (as
 Llama, with a sliding window in all layers, some or none), SmolLM3 (layers without rotary positions), OLMo 2 (norms
 after attention and feed-forward, and one norm over all queries of a token, and over all keys), OLMo 3 (as OLMo 2, with
-sliding layers) and Gemma 3 (sliding layers with a rotary base of their own, norms before and after, GeGLU, a
-scaled embedding), and with experts Qwen3-MoE (as Qwen3), OLMoE (queries and keys normed as in OLMo 2) and gpt-oss
-(sliding layers, biases everywhere, sinks of attention, a clamped SwiGLU). Everything that sets them apart is a field
-here.
+sliding layers), Phi-3 and Phi-4 (as Llama; a part of each head is rotated, and LongRoPE) and Gemma 3 (sliding layers
+with a rotary base of their own, norms before and after, GeGLU, a scaled embedding), and with experts Qwen3-MoE (as
+Qwen3), OLMoE (queries and keys normed as in OLMo 2) and gpt-oss (sliding layers, biases everywhere, sinks of attention,
+a clamped SwiGLU). Everything that sets them apart is a field here.
 """
 
 import dataclasses
@@ -20,17 +20,18 @@ from reinforce_ada_jax.policy.rotary import RopeScaling
 CLASS_NAMES = {
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM", "smollm3": "SmolLM3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
 }  # fmt: skip
 # Defaults for a config.json without the key, as in transformers.
 MAX_POSITIONS = {
-    "llama": 2048, "olmo2": 2048, "olmo3": 2048, "olmoe": 4096, "mistral": 4096 * 32, "ministral": 4096 * 32,
-    "gemma3_text": 4096 * 32, "gpt_oss": 4096 * 32,
+    "llama": 2048, "olmo2": 2048, "olmo3": 2048, "olmoe": 4096, "phi3": 4096, "mistral": 4096 * 32,
+    "ministral": 4096 * 32, "gemma3_text": 4096 * 32, "gpt_oss": 4096 * 32,
 }  # fmt: skip
 THETAS = {"smollm3": 2e6, "olmo3": 5e5, "gemma3_text": 1e6, "gpt_oss": 1.5e5}  # of other families: 1e4
 WINDOWS = {"gpt_oss": 128}  # of other families: 4096
-EPSILONS = {"olmo2": 1e-5, "olmo3": 1e-5, "olmoe": 1e-5, "gpt_oss": 1e-5}  # of other families: 1e-6
+EPSILONS = {"olmo2": 1e-5, "olmo3": 1e-5, "olmoe": 1e-5, "phi3": 1e-5, "gpt_oss": 1e-5}  # of other families: 1e-6
 PATTERNS = {"olmo3": 4, "gemma3_text": 6, "gpt_oss": 2}  # the last of that many layers does not slide
 HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}  # of other families: hidden_size / num_attention_heads
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -41,11 +42,16 @@ OWN_THETAS = ("olmo3", "gemma3_text")  # sliding layers have a rotary base of th
 SLIDING = ("ministral", *PATTERNS)  # `layer_types` says which layers have a window
 # Sizes that the text part of an image model leaves out (Gemma 3 4B, 12B and 27B).
 TEXT_DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+NUMBERS = (
+    "rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "swiglu_limit",
+    "partial_rotary_factor",
+)  # fmt: skip
 # Largest values that a config.json may have.
 MOST = {
     "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2**12,
     "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**12, "max_position_embeddings": 2**31 - 1,
-    "sliding_window": 2**31 - 1, "sliding_window_pattern": 2**12, "moe_intermediate_size": 2**22,
+    "original_max_position_embeddings": 2**31 - 1, "sliding_window": 2**31 - 1, "sliding_window_pattern": 2**12,
+    "moe_intermediate_size": 2**22,
     "num_experts": 2**12, "num_experts_per_tok": 2**12,
 }  # fmt: skip
 
@@ -86,6 +92,7 @@ class Architecture:
     output_bias: bool = False  # of attention
     attention_sinks: bool = False  # a learned score of each head, which takes its share of the softmax and has no value
     expert_limit: float = 0.0  # bound inside the experts of gpt-oss, which have biases; 0: experts of another family
+    rotary_dim: int | None = None  # numbers of a head that are rotated, the first ones; None: all
 
     def layer_weights(self, *, active: bool = False) -> int:
         """Returns the number of weights in one layer's matrices, with the biases of experts.
@@ -120,6 +127,14 @@ class Architecture:
         """Weights in all, without the experts that one token does not meet."""
         return self.num_parameters - self.num_layers * (self.layer_weights() - self.layer_weights(active=True))
 
+    def for_texts(self, tokens: int) -> "Architecture":
+        """Returns the architecture of a run whose longest text has this many tokens (`rotary.RopeScaling.is_long`)."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "longrope":
+            return self
+        is_long = tokens > scaling.original_positions
+        return dataclasses.replace(self, rope_scaling=dataclasses.replace(scaling, is_long=is_long))
+
     def beyond(self, tokens: int) -> str:
         """Returns a remark for a line on lengths if texts of `tokens` are longer than the model's own; else ""."""
         return f"; the model was made for {self.max_positions:,} tokens in all" if tokens > self.max_positions else ""
@@ -131,12 +146,25 @@ class Architecture:
         return f"{self.num_parameters:,} weights{active}"
 
 
-def _rope(config: dict[str, Any], family: str) -> tuple[float, RopeScaling | None]:
+def _rope(config: dict[str, Any], family: str, head_dim: int) -> tuple[float, int, RopeScaling | None]:
+    """Returns the rotary base, the numbers of a head that are rotated, and the stretching of frequencies."""
     # transformers 5 writes one `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`.
     parameters = config.get("rope_parameters") or {}
     parameters = parameters.get("full_attention", parameters)  # Gemma and OLMo 3 have them for each kind of layer
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or THETAS.get(family, 1e4))
-    return theta, rotary.from_config(parameters if parameters else (config.get("rope_scaling") or {}), theta)
+    parameters = parameters or config.get("rope_scaling") or {}
+    if family != "phi3":
+        return theta, head_dim, rotary.from_config(parameters, theta)
+    share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    rotary_dim = int(head_dim * share)
+    if not 0 < share <= 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(
+            f"config.json has partial_rotary_factor = {share!r}: of heads of {head_dim} numbers it must rotate an even "
+            "number from 2."
+        )
+    positions = ("max_position_embeddings", "original_max_position_embeddings")
+    sizes = {name: config.get(name) or MAX_POSITIONS[family] for name in positions}
+    return theta, rotary_dim, rotary.from_config(sizes | parameters, theta, rotary_dim)
 
 
 def _whole(value: Any, least: int, most: int) -> bool:
@@ -156,7 +184,7 @@ def _check_values(config: dict[str, Any], needed: Sequence[str]) -> None:
     for key, most in MOST.items():
         if config.get(key) is not None or key in needed:
             require(key, _whole(config[key], 1, most), f"a whole number from 1 to {most:,}")
-    for key in ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "swiglu_limit"):
+    for key in NUMBERS:
         value = config.get(key)
         require(key, value is None or (type(value) in (int, float) and 0 < value < 2**53), "a number above 0")
     for key in ("rope_scaling", "rope_parameters"):
@@ -200,6 +228,9 @@ def _unrotated_layers(config: dict[str, Any]) -> tuple[int, ...]:
 def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
     """Returns the layers with a sliding window, by `layer_types`; without it all, or all but the last of a pattern."""
     layers = config["num_hidden_layers"]
+    if family == "phi3":  # a window that is longer than any text is none: that of Phi-4-mini
+        longest = config.get("max_position_embeddings") or MAX_POSITIONS[family]
+        return tuple(range(layers)) if (config.get("sliding_window") or longest) < longest else ()
     if family == "mistral" or (family == "ministral" and not config.get("layer_types")):
         return tuple(range(layers)) if config.get("sliding_window", 4096) is not None else ()
     if family not in SLIDING:
@@ -280,7 +311,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     if not isinstance(family, str) or family not in CLASS_NAMES:
         raise ValueError(
             f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} "
-            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2 and 3, Gemma 3, Qwen3-MoE, OLMoE, gpt-oss)."
+            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2 and 3, Phi-3 and 4, Gemma 3, Qwen3-MoE, "
+            "OLMoE, gpt-oss)."
         )
     needed = NEEDED
     if family in EXPERT_SIZES:
@@ -300,7 +332,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
             f"config.json gives heads of {head_dim} numbers (head_dim, or hidden_size {config['hidden_size']} / "
             f"num_attention_heads {heads}); rotary positions need an even number from 2. Fetch it again."
         )
-    theta, scaling = _rope(config, family)
+    theta, rotary_dim, scaling = _rope(config, family, head_dim)
     scalar = (config.get("query_pre_attn_scalar") or 256) if is_gemma else head_dim
     sliding_layers = _sliding_layers(config, family)
     return Architecture(
@@ -331,13 +363,14 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         is_gemma=is_gemma,
         output_bias=family == "gpt_oss",
         attention_sinks=family == "gpt_oss",
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         **_experts(config, family),
     )
 
 
 def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
     """Returns a `config.json` that transformers 4 and 5 both read; `from_hf` of it gives `architecture` back."""
-    rope = rotary.to_config(architecture.rope_scaling)
+    rope = rotary.to_config(architecture.rope_scaling, architecture.max_positions)
     eos = list(architecture.eos_ids)
     config = {
         "architectures": [CLASS_NAMES[architecture.family]],
@@ -366,7 +399,12 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
         config["rope_scaling"] = rope
     if architecture.family == "smollm3":
         config["no_rope_layers"] = [int(i not in architecture.unrotated_layers) for i in range(architecture.num_layers)]
-    if architecture.family in ("mistral", *SLIDING):
+    if architecture.family == "phi3":
+        share = (architecture.rotary_dim or architecture.head_dim) / architecture.head_dim
+        config["rope_parameters"]["partial_rotary_factor"] = config["partial_rotary_factor"] = share
+        if architecture.rope_scaling is not None:
+            config["original_max_position_embeddings"] = architecture.rope_scaling.original_positions
+    if architecture.family in ("mistral", "phi3", *SLIDING):
         config["sliding_window"] = architecture.window or None
     if architecture.family in SLIDING:
         slides = ["full_attention", "sliding_attention"]

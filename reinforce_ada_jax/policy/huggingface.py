@@ -5,7 +5,9 @@ folder that doesn't fit its config.json is refused within seconds.
 """
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable
@@ -23,7 +25,7 @@ from reinforce_ada_jax.distributed.mesh import read_once
 from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
 from reinforce_ada_jax.policy import gguf_files, mxfp4, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
-from reinforce_ada_jax.policy.tensor_table import parts
+from reinforce_ada_jax.policy.tensor_table import joined, parts, stored
 
 # Where the text part of an image model (Gemma 3 4B and larger) has other names, and what it has beside it.
 TEXT_PREFIXES = {
@@ -115,12 +117,32 @@ def _text_headers(headers: dict[str, weight_files.Header]) -> dict[str, weight_f
     return found
 
 
+def _split(
+    folder: pathlib.Path, architecture: Architecture, headers: dict[str, weight_files.Header]
+) -> dict[str, weight_files.Header]:
+    """Returns the headers with those of its parts in place of a tensor that holds several."""
+    wanted, headers = parts(architecture), dict(headers)
+    for name, names in joined(architecture).items():
+        if (header := headers.pop(name, None)) is None:
+            continue
+        rows = [wanted[each].theirs[0] for each in names]
+        shape = (sum(rows), *wanted[names[0]].theirs[1:])
+        if header.shape != shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {header.shape}, config.json asks for {shape}. Fetch the folder again."
+            )
+        for each, begin in zip(names, itertools.accumulate(rows, initial=0), strict=False):
+            headers[each] = dataclasses.replace(header, shape=wanted[each].theirs, first_row=begin)
+    return headers
+
+
 def check_weights(folder: pathlib.Path, architecture: Architecture) -> dict[str, weight_files.Header]:
     """Returns the headers of a folder's tensors, after checking that each is there with its shape.
 
     Raises ValueError where a file or a tensor is missing, or does not fit the architecture.
     """
     headers = mxfp4.joined(_text_headers(weight_files.read_headers(weight_files.find(folder))))
+    headers = _split(folder, architecture, headers)
     _check(folder, architecture, headers)
     if architecture.tied_embedding and "lm_head.weight" in headers:
         _check_tied_head(folder, headers)
@@ -158,6 +180,10 @@ class _Files:
 
     def _region(self, header: weight_files.Header, region: tuple[slice, ...]) -> np.ndarray:
         file = self._opened[header.file]
+        if header.first_row is not None:
+            begin, end, _ = region[0].indices(header.shape[0])
+            rows = slice(header.first_row + begin, header.first_row + end)
+            return file.get_slice(header.name)[rows, *region[1:]]
         if all(part in (slice(None), slice(0, size)) for part, size in zip(region, header.shape, strict=False)):
             return file.get_tensor(header.name)  # without the copy that a slice makes
         return file.get_slice(header.name)[region]
@@ -289,6 +315,15 @@ def _copy_tokenizer(source: pathlib.Path, folder: pathlib.Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
+def _specs(architecture: Architecture, dtypes: dict[str, np.dtype]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Returns shape and type of each tensor of a folder; `dtypes` are those of our weights."""
+    wanted, specs = parts(architecture), {}
+    for name, names in stored(architecture).items():
+        rows, part = sum(wanted[each].theirs[0] for each in names), wanted[names[0]]
+        specs[name] = ((rows, *part.theirs[1:]), dtypes[part.weight])
+    return specs
+
+
 def save(
     folder: str | pathlib.Path,
     architecture: Architecture,
@@ -328,6 +363,7 @@ def save(
         if kind.name not in weight_files.DTYPE_CODES:
             raise ValueError(f"{name} would be written as {kind.name}; use {', '.join(weight_files.DTYPE_CODES)}.")
 
+    tensors = stored(architecture)
     newest: dict[str, jax.Array] = {}
 
     def weight(name: str) -> jax.Array:
@@ -338,15 +374,19 @@ def save(
             newest[name] = read(name)
         return newest[name]
 
-    def fetch(name: str) -> np.ndarray:
+    def fetch_part(name: str) -> np.ndarray:
         part = wanted[name]
         value = processes.fetch(_read_part(weight(part.weight), part.start, part.ours))
         value = value.astype(dtypes[part.weight], copy=False)
         weight_files.check_finite("nothing is exported", name, value, weight_files.EARLIER)
         return part.to_theirs(value)
 
+    def fetch(name: str) -> np.ndarray:
+        first, *others = map(fetch_part, tensors[name])
+        return np.concatenate([first, *others]) if others else first
+
     if not processes.is_writer():
-        for name in wanted:
+        for name in tensors:
             fetch(name)
         return
     with weight_files.new_folder(folder) as partial:
@@ -356,5 +396,4 @@ def save(
         weight_files.write_json(partial / "generation_config.json", ends)
         if tokenizer_from is not None:
             _copy_tokenizer(tokenizer_from, partial)
-        specs = {name: (part.theirs, dtypes[part.weight]) for name, part in wanted.items()}
-        weight_files.write(partial, specs, fetch, max_shard_bytes)
+        weight_files.write(partial, _specs(architecture, dtypes), fetch, max_shard_bytes)

@@ -165,7 +165,8 @@ def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | Non
 
     `slides`: whether the layer is a sliding one; None: no layer is.
     """
-    everywhere = rotary.frequencies(architecture.head_dim, architecture.rope_theta, architecture.rope_scaling)
+    rotated = architecture.rotary_dim or architecture.head_dim
+    everywhere = rotary.frequencies(rotated, architecture.rope_theta, architecture.rope_scaling)
     if slides is None or architecture.sliding_theta is None:
         return everywhere
     return jnp.where(slides, rotary.frequencies(architecture.head_dim, architecture.sliding_theta), everywhere)

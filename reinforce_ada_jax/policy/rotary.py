@@ -17,7 +17,9 @@ NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
+ALIASES = {"su": "longrope"}  # the name in the first folders of Phi-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,8 @@ class RopeScaling:
     A frequency that turns more than `high_frequency_factor` times over `original_positions` stays, and one that turns
     less than `low_frequency_factor` times is divided by `factor`. Between the two it is interpolated: with "llama3"
     linearly in its turns, with "yarn" (arXiv 2309.00071, sections 3.2 and 3.4) linearly in its index. With "linear" all
-    are divided.
+    are divided. With "longrope" (2402.13753) each is divided by its own number of `short_factors`, or of `long_factors`
+    where `is_long`: a run whose texts may be longer than `original_positions` has them for all texts.
     """
 
     factor: float
@@ -37,17 +40,24 @@ class RopeScaling:
     kind: str = "llama3"
     attention_factor: float = 1.0  # of rotated queries and of rotated keys
     truncates: bool = True  # indices between which "yarn" interpolates are whole numbers
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
 
 
-def from_config(parameters: dict[str, Any], theta: float) -> RopeScaling | None:
+def from_config(parameters: dict[str, Any], theta: float, rotary_dim: int = 0) -> RopeScaling | None:
     """Returns what `rope_parameters` or `rope_scaling` of a config.json describe; None: nothing is stretched.
+
+    For "longrope" `parameters` have `max_position_embeddings` too, and `rotary_dim` counts the numbers of a head that
+    are rotated; with 0 it is refused.
 
     Raises ValueError if they are incomplete, or of a kind that is not computed here.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "default":
         return None
-    if kind not in NEEDED:
+    if kind not in NEEDED or (kind == "longrope" and not rotary_dim):
         raise ValueError(
             f"config.json asks for rotary scaling {kind!r:.80}; supported are the default, {', '.join(NEEDED)}. Remove "
             "rope_scaling if the model is to be used within its original length."
@@ -55,6 +65,8 @@ def from_config(parameters: dict[str, Any], theta: float) -> RopeScaling | None:
     missing = [key for key in NEEDED[kind] if parameters.get(key) is None]
     if missing:
         raise ValueError(f"config.json asks for rotary scaling {kind!r} but lacks {', '.join(missing)}.")
+    if kind == "longrope":
+        return _longrope(parameters, rotary_dim)
     factor = float(parameters["factor"])
     if kind == "linear":
         return RopeScaling(factor, kind=kind)
@@ -75,17 +87,51 @@ def from_config(parameters: dict[str, Any], theta: float) -> RopeScaling | None:
     )  # fmt: skip
 
 
+def _longrope(parameters: dict[str, Any], rotary_dim: int) -> RopeScaling:
+    factors = []
+    for name in ("short_factor", "long_factor"):
+        given = parameters[name]
+        if not isinstance(given, list) or len(given) != rotary_dim // 2 or not all(map(_is_number, given)):
+            raise ValueError(
+                f"config.json has {name} = {given!r:.80}; it must be {rotary_dim // 2} numbers above 0, one for each "
+                "frequency."
+            )
+        factors.append(tuple(map(float, given)))
+    original = int(parameters["original_max_position_embeddings"])
+    factor = float(parameters.get("factor") or parameters["max_position_embeddings"] / original)
+    own = parameters.get("attention_factor") or _longrope_default(factor, original)
+    return RopeScaling(
+        factor, original_positions=original, kind="longrope", attention_factor=float(own), short_factors=factors[0],
+        long_factors=factors[1],
+    )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < 2**53
+
+
+def _longrope_default(factor: float, original: int) -> float:
+    return 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+
 def _yarn_defaults(factor: float) -> dict[str, float]:
     return {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.1 * math.log(max(factor, 1.0)) + 1.0}
 
 
-def to_config(scaling: RopeScaling | None) -> dict[str, Any]:
+def to_config(scaling: RopeScaling | None, max_positions: int) -> dict[str, Any]:
     """Returns `rope_scaling` of a config.json, of which `from_config` gives `scaling` back."""
     if scaling is None:
         return {"rope_type": "default"}
     if scaling.kind == "linear":
         return {"rope_type": "linear", "factor": scaling.factor}
     original = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_positions}
+    if scaling.kind == "longrope":
+        default = _longrope_default(scaling.factor, scaling.original_positions)
+        own = {} if scaling.attention_factor == default else {"attention_factor": scaling.attention_factor}
+        if scaling.factor == max_positions / scaling.original_positions:
+            del original["factor"]
+        lists = {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+        return {"rope_type": "longrope", **lists, **original, **own}
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     if scaling.kind == "llama3":
         return {"rope_type": "llama3", **original, "low_freq_factor": low, "high_freq_factor": high}
@@ -96,12 +142,17 @@ def to_config(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[Array, " half"]:
-    """Returns inverse frequencies theta^(-2i/H), stretched by `scaling`."""
-    inverse = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    """Returns inverse frequencies theta^(-2i/H), stretched by `scaling`; H are the numbers that are rotated."""
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    if head_dim & (head_dim - 1):  # not a power of two: XLA multiplies by 1/H, which rounds once more
+        exponents = jnp.asarray(np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    inverse = 1.0 / theta**exponents
     if scaling is None:
         return inverse
     if scaling.kind == "linear":
         return inverse / scaling.factor
+    if scaling.kind == "longrope":
+        return inverse / jnp.asarray(scaling.long_factors if scaling.is_long else scaling.short_factors, jnp.float32)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     if scaling.kind == "llama3":
         share = (scaling.original_positions / (2 * jnp.pi / inverse) - low) / (high - low)
@@ -128,8 +179,10 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Applies the rotary position embedding in Hugging Face's layout, where dimension i turns with dimension i + H/2.
 
-    The result is multiplied by `factor`.
+    The result is multiplied by `factor`. With fewer than H/2 frequencies only the first numbers of a head are rotated.
     """
+    if (rotated := 2 * frequencies.shape[0]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :rotated], positions, frequencies, factor), x[..., rotated:]], axis=-1)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if not isinstance(factor, float) or factor != 1.0:

@@ -62,6 +62,13 @@ GPT_OSS = {
     "layers.mlp.expert_down": ("L E X D", "model.layers.{}.mlp.experts.down_proj", "E X D"),
     "layers.mlp.expert_down_bias": ("L E D", "model.layers.{}.mlp.experts.down_proj_bias", "E D"),
 }
+# Tensors of a layer that hold several of `TABLE`, one after the other along the first axis.
+JOINED = {
+    "phi3": {
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    }
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,3 +149,19 @@ def parts(architecture: Architecture) -> dict[str, Part]:
         for layer, expert in itertools.product(layers, experts):
             found[name.format(layer, expert)] = Part(weight, layer, expert, ours, theirs, transposed)
     return found
+
+
+def joined(architecture: Architecture) -> dict[str, tuple[str, ...]]:
+    """Returns the names of the tensors of a folder that hold several of `parts`, with the names of these, in order."""
+    return {
+        f"model.layers.{layer}.{name}.weight": tuple(f"model.layers.{layer}.{each}.weight" for each in names)
+        for name, names in JOINED.get(architecture.family, {}).items()
+        for layer in range(architecture.num_layers)
+    }
+
+
+def stored(architecture: Architecture) -> dict[str, tuple[str, ...]]:
+    """Returns the names of all tensors of a folder, with those of `parts` that each holds; most hold one."""
+    several = joined(architecture)
+    inside = {name for names in several.values() for name in names}
+    return several | {name: (name,) for name in parts(architecture) if name not in inside}

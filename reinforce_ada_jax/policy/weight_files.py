@@ -38,6 +38,7 @@ class Header:
     shape: tuple[int, ...]
     dtype: str
     scales: "Header | None" = None  # of a tensor whose blocks these are (`mxfp4.py`)
+    first_row: int | None = None  # of the tensor, where this is a part of it (`tensor_table.joined`)
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

@@ -91,6 +91,17 @@ CONFIGS = {
         ),
         vocab_size=100278, pad_token_id=100277, hidden_size=256, intermediate_size=256, num_hidden_layers=4,
     ),
+    # A head of 128 numbers, of which 96 are rotated. The long factors are others than those published.
+    "phi-4-mini": dict(
+        architectures=["Phi3ForCausalLM"], model_type="phi3", attention_bias=False, attention_dropout=0.0,
+        bos_token_id=199999, embd_pdrop=0.0, eos_token_id=199999, full_attn_mod=1, hidden_act="silu",
+        initializer_range=0.02, interpolate_factor=1, lm_head_bias=False, max_position_embeddings=131072,
+        mlp_bias=False, num_attention_heads=2, num_key_value_heads=1, original_max_position_embeddings=4096,
+        pad_token_id=199999, partial_rotary_factor=0.75, resid_pdrop=0.0, rms_norm_eps=1e-5, rope_theta=10000.0,
+        rope_scaling=dict(type="longrope", short_factor=[1.0] * 48, long_factor=[1.0 + 1.2 * i for i in range(48)]),
+        sliding_window=262144, tie_word_embeddings=True, use_cache=True, vocab_size=200064, hidden_size=256,
+        intermediate_size=256, num_hidden_layers=2,
+    ),
     "gpt-oss-20b": dict(
         architectures=["GptOssForCausalLM"], model_type="gpt_oss", attention_bias=True, attention_dropout=0.0,
         eos_token_id=200002, experts_per_token=4, head_dim=64, hidden_act="silu", initial_context_length=4096,
@@ -197,7 +208,9 @@ def rotated(model: transformers.PreTrainedModel, layer: int, factor: float) -> I
     rotary = copy.deepcopy(model.model.rotary_emb)
     # Where sliding layers have frequencies of their own, those of the layer's kind.
     kind = () if hasattr(rotary, "inv_freq") else (model.config.layer_types[layer],)
-    frequencies = getattr(rotary, "_".join([*kind, "inv_freq"]))
+    # LongRoPE copies those in use from others at each call.
+    source = "original_inv_freq" if rotary.rope_type == "longrope" else "_".join([*kind, "inv_freq"])
+    frequencies = getattr(rotary, source)
     frequencies *= factor ** -torch.linspace(0, 1, len(frequencies) + 1)[:-1]
 
     def change(module: torch.nn.Module, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:

@@ -131,6 +131,33 @@ MODELS = {
             rope_type="yarn", factor=32.0, original_max_position_embeddings=32, rope_theta=150000.0, beta_fast=9.0
         ),
     ),
+    # Texts of 40 tokens are beyond the original length of the second, and all are within that of the third.
+    "phi3-plain-no-groups": transformers.Phi3Config(
+        **SIZES | dict(num_key_value_heads=4),
+        rope_parameters=dict(rope_type="default", rope_theta=250000.0),
+        pad_token_id=0,
+    ),
+    "phi3-long": transformers.Phi3Config(
+        **SIZES,
+        tie_word_embeddings=True,
+        rope_parameters=make_golden.PHI3_ROPE | dict(original_max_position_embeddings=32),
+        pad_token_id=0,
+        original_max_position_embeddings=32,
+    ),
+    "phi3-short-window": transformers.Phi3Config(
+        **SIZES,
+        sliding_window=9,
+        pad_token_id=0,
+        original_max_position_embeddings=128,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10000.0,
+            partial_rotary_factor=0.5,
+            short_factor=[1.25, 1.5],
+            long_factor=[2.0, 3.0],
+            original_max_position_embeddings=128,
+        ),
+    ),
     "olmo2-tied-group-of-2": transformers.Olmo2Config(**SIZES, tie_word_embeddings=True, pad_token_id=0),
     "llama-plain-untied-no-groups": transformers.LlamaConfig(
         **SIZES | dict(num_key_value_heads=4), tie_word_embeddings=False, rms_norm_eps=1e-5
@@ -149,7 +176,8 @@ def models(request, tmp_path_factory):
             continue
         folder = tmp_path_factory.mktemp("theirs")
         theirs.save_pretrained(folder)
-        return theirs, huggingface.load(folder), recorded
+        architecture, params = huggingface.load(folder)
+        return theirs, (architecture.for_texts(40), params), recorded
     raise ValueError("no seed of 20 gives greedy tokens that are more than 1e-3 likelier than the next")
 
 

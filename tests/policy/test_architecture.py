@@ -114,15 +114,37 @@ GPT_OSS_20B = {
     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
     "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
 }  # fmt: skip
+PHI4 = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 100257,
+    "embd_pdrop": 0.0, "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+    "intermediate_size": 17920, "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40,
+    "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384,
+    "pad_token_id": 100349, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 250000,
+    "sliding_window": None, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+# The long factors are others than those published.
+LONG_FACTORS = [1.0 + 1.2 * i for i in range(48)]
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 199999,
+    "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+    "pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": LONG_FACTORS, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "use_cache": True,
+    "vocab_size": 200064,
+}  # fmt: skip
 PUBLISHED = {
     "qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B, "mistral": MISTRAL_7B, "smollm3": SMOLLM3_3B,
     "olmo2": OLMO2_1B, "olmo3": OLMO3_7B, "gemma3_text": GEMMA3_1B, "gemma3": GEMMA3_4B, "qwen3_moe": QWEN3_30B_A3B,
-    "olmoe": OLMOE_1B_7B, "gpt_oss": GPT_OSS_20B,
+    "olmoe": OLMOE_1B_7B, "gpt_oss": GPT_OSS_20B, "phi4": PHI4, "phi4_mini": PHI4_MINI,
 }  # fmt: skip
 COUNTS = {
     "qwen2": 1543714304, "qwen3": 4022468096, "llama": 3212749824, "mistral": 7248023552, "smollm3": 3075098624,
     "olmo2": 1484916736, "olmo3": 7298011136, "gemma3_text": 999885952, "gemma3": 3880263168,
-    "qwen3_moe": 30532122624, "olmoe": 6919161856, "gpt_oss": 20914757184,
+    "qwen3_moe": 30532122624, "olmoe": 6919161856, "gpt_oss": 20914757184, "phi4": 14659507200,
+    "phi4_mini": 3836021760,
 }  # fmt: skip
 
 
@@ -300,6 +322,50 @@ def test_gpt_oss_reads_field_by_field():
 def test_what_is_refused_of_gpt_oss(change, message):
     with pytest.raises(ValueError, match=message):
         from_hf(GPT_OSS_20B | change)
+
+
+def test_phi4_mini_rotates_three_quarters_of_a_head():
+    phi = from_hf(PHI4_MINI)
+    assert (phi.head_dim, phi.rotary_dim, phi.window, phi.sliding_layers) == (128, 96, 0, ())
+    scaling = phi.rope_scaling
+    assert (scaling.kind, scaling.factor, scaling.original_positions) == ("longrope", 32.0, 4096)
+    assert scaling.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    # The first folders of Phi-3 name it so, and Phi-3-mini-4k has a window.
+    assert from_hf(PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | {"type": "su"}}) == phi
+    windowed = from_hf(PHI4 | {"sliding_window": 2047})
+    assert (windowed.window, len(windowed.sliding_layers)) == (2047, 40)
+    assert from_hf(to_hf(windowed, "bfloat16")) == windowed
+
+
+def test_the_longest_text_of_a_run_chooses_the_frequencies():
+    phi = from_hf(PHI4_MINI)
+    assert phi.for_texts(4096) == phi
+    assert phi.for_texts(4097).rope_scaling == dataclasses.replace(phi.rope_scaling, is_long=True)
+    assert to_hf(phi.for_texts(4097), "bfloat16") == to_hf(phi, "bfloat16")
+    assert from_hf(PHI4).for_texts(10**6) == from_hf(PHI4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5: of heads of 128 numbers"),
+        ({"partial_rotary_factor": 0.01}, "partial_rotary_factor = 0.01: of heads of 128 numbers"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor = 'half'; it must be a number above 0"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48}}, "'longrope' but lacks long_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0]}},
+            "long_factor = .*must be 48 numbers above 0",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [0] * 48, "long_factor": [1.0] * 48}},
+            "short_factor = .*must be 48 numbers above 0",
+        ),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings = 0; it must be a whole number"),
+    ],
+)
+def test_what_is_refused_of_phi(change, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(PHI4_MINI | change)
 
 
 def test_no_stop_token_and_several():

@@ -13,6 +13,10 @@ from tests.policy import recording
 
 FAMILIES = recording.FAMILIES
 GPT_OSS_ROPE = RopeScaling(8.0, 2.0, 50.0, 640, "yarn", 0.1 * math.log(8.0) + 1.0, truncates=False)
+PHI3_ROPE = RopeScaling(
+    4.0, original_positions=64, kind="longrope", attention_factor=math.sqrt(1 + math.log(4.0) / math.log(64.0)),
+    short_factors=(1.0, 1.5, 2.5), long_factors=(1.0, 4.0, 9.0),
+)  # fmt: skip
 
 
 # Modules, layers and greedy tokens are fast of these, logits of all families.
@@ -51,6 +55,10 @@ def test_equals_transformers(family, check):
         ("qwen3_moe", dict(renormalizes_experts=False)),
         ("olmoe", dict(renormalizes_experts=True)),
         ("qwen3_moe", dict(experts_per_token=3)),
+        ("phi3", dict(rotary_dim=None, rope_scaling=None)),
+        ("phi3", dict(rope_scaling=dataclasses.replace(PHI3_ROPE, is_long=True))),
+        ("phi3", dict(rope_scaling=dataclasses.replace(PHI3_ROPE, attention_factor=1.0))),
+        ("phi3", dict(window=8)),
         ("gpt_oss", dict(window=6)),
         ("gpt_oss", dict(window=8)),
         ("gpt_oss", dict(sliding_layers=(1,))),
@@ -70,6 +78,7 @@ def test_the_golden_notices_what_sets_families_apart(family, changes):
 
 def test_the_scaling_of_the_golden_is_the_one_that_is_changed():
     assert recording.golden("gpt_oss")[0].rope_scaling == GPT_OSS_ROPE
+    assert recording.golden("phi3")[0].rope_scaling == PHI3_ROPE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

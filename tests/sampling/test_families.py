@@ -26,6 +26,7 @@ SLOW = [
     ("mistral", 1, "jnp"), ("mistral_window", 1, "jnp"), ("olmo2", 1, "jnp"), ("gemma3", 2, "jnp"),
     ("olmo3", 1, "invariant"), ("olmo3", 2, "jnp"), ("qwen3_moe", 1, "jnp"), ("qwen3_moe", 2, "jnp"),
     ("olmoe", 1, "jnp"), ("gpt_oss", 1, "jnp"), ("gpt_oss", 1, "invariant"), ("gpt_oss", 2, "jnp"),
+    ("phi3", 1, "jnp"), ("phi3", 2, "invariant"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Choices by device and by size of the model, where a configuration leaves them open."""
 
 import dataclasses
+import json
+import shutil
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from reinforce_ada_jax.config import Config, replaced
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Prompt
 from tests import running, standins
+from tests.policy import recording
 from tests.sampling import tiny
 
 SMALL = tiny.ARCHITECTURE
@@ -32,6 +35,20 @@ def test_slots_are_those_that_small_rounds_keep_busy_on_a_cpu(architecture, plat
     chosen, reason = components_lib.choose_slots(config, architecture, platform, strategy)
     assert chosen == slots
     assert bool(reason) == (set_slots == 0)
+
+
+@pytest.mark.parametrize(("limit", "is_long"), [(48, False), (49, True)])
+def test_the_longest_text_of_a_run_chooses_the_rotary_frequencies(tmp_path, limit, is_long):
+    folder = shutil.copytree(components_lib.model_folder("package:cipher"), tmp_path / "phi")
+    described = json.loads((recording.GOLDEN / "phi3" / "config.json").read_text())  # made for texts of 64 tokens
+    (folder / "config.json").write_text(json.dumps(described | {"vocab_size": 256}))
+    config = running.tiny(
+        **{"model.compute_dtype": "float32", "data.max_prompt_tokens": 16, "sampling.max_response_tokens": 16}
+    )
+    config = replaced(config, {"evaluation.benchmarks": ("a.jsonl",), "evaluation.max_response_tokens": limit})
+    components = components_lib.build(config, folder)
+    assert components.architecture.rope_scaling.is_long == is_long
+    assert components.engine.architecture == components.architecture
 
 
 def test_commands_without_a_strategy_decode_as_many_rows_as_pay_on_a_cpu():

@@ -7,6 +7,7 @@ import time
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
+from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.policy.lora import TARGETS, Lora, adapter_shapes
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import http
@@ -30,6 +31,7 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
     architecture, mesh = served.engine.architecture, served.engine.mesh
     size = Lora(settings.max_rank, ALPHA, tuple(TARGETS))
     adapter_shapes(architecture, size)  # which refuses experts before any weight is read
+    adapter_files.check_family(architecture, "Serve another model.")
     params = served.load()
     engine = Engine(architecture, dataclasses.replace(options, stop_ids=stop_ids), mesh=mesh)
     bank = AdapterBank(engine, params, size, settings.adapters)

@@ -47,6 +47,10 @@ GPT_OSS_ROPE = {  # interpolates between indices 0.62 and 3.41; rounded, these a
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 640,
     "beta_fast": 50.0, "beta_slow": 2.0, "truncate": False,
 }  # fmt: skip
+PHI3_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.5],
+    "long_factor": [1.0, 4.0, 9.0], "original_max_position_embeddings": 64,
+}  # fmt: skip
 CONFIGS = {
     "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True, rms_norm_eps=1e-6),
     "qwen3": transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16, rms_norm_eps=1e-6),
@@ -83,6 +87,15 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters=OLMO3_ROPE,
     ),
+    # Rotated are 6 of the 8 numbers of a head, and texts are shorter than the original length.
+    "phi3": transformers.Phi3Config(
+        **SIZES,
+        tie_word_embeddings=True,
+        sliding_window=7,
+        rope_parameters=PHI3_ROPE,
+        pad_token_id=0,
+        original_max_position_embeddings=64,
+    ),
     "gpt_oss": transformers.GptOssConfig(
         **SIZES | dict(intermediate_size=24),
         head_dim=16,
@@ -96,7 +109,7 @@ CONFIGS = {
 
 
 # Where the family's number gives two tokens that are equally likely.
-SEEDS = {"smollm3": 10, "gpt_oss": 12}
+SEEDS = {"smollm3": 10, "gpt_oss": 12, "phi3": 20}
 
 
 def random_model(config: transformers.PreTrainedConfig, seed: int) -> transformers.PreTrainedModel:
