@@ -128,7 +128,7 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, 
     name, value = _find(row, "answer", columns, where)
     if isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0:
         return _digits(value), repr(name)
-    if isinstance(value, list | dict) and name in (columns.answer, "reward_model.ground_truth"):
+    if isinstance(value, list | dict) and name in (columns.answer, "reward_model.ground_truth", "ground_truth"):
         return json.dumps(value, ensure_ascii=False), f"{name!r} (as JSON)"
     if not isinstance(value, str):
         raise ValueError(f"{where}: {name} is {shown(value)}; an answer must be a text or a number.")

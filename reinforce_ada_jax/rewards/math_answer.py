@@ -7,6 +7,7 @@ This module has no limits of time and memory: Math-Verify can run for hours on a
 
 import functools
 import itertools
+import json
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from reinforce_ada_jax.rewards.math_marks import (
     same_words,
 )
 from reinforce_ada_jax.rewards.math_text import normalized, readings, unwrapped, without_percent
+from reinforce_ada_jax.rewards.math_unicode import as_latex
 from reinforce_ada_jax.types import Verdict
 
 # Longer than any reference answer, and short enough that a parse is not quadratic in a whole response.
@@ -181,6 +183,21 @@ def _hedged(text: str, answer: str) -> bool:
     return text.strip() != answer.strip() and not all(map(_close, equations_of_numbers(text)))
 
 
+def alternatives(answer: str) -> list[str]:
+    """Returns the right answers in a JSON list of texts, such as verl's `ground_truth`; the answer itself otherwise.
+
+    A list of numbers alone is one answer: it looks like an interval, `[1, 2]`.
+    """
+    if not answer.lstrip().startswith("["):
+        return [answer]
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):  # an interval, a matrix
+        return [answer]
+    texts = [str(each) for each in found if isinstance(each, str | int | float)]
+    return texts if len(texts) == len(found) and any(isinstance(each, str) for each in found) else [answer]
+
+
 def grade(response: str, answer: str) -> Verdict:
     r"""Returns reward 1 where the last `\boxed{...}` of `response` equals `answer` in the sense of Math-Verify, else 0.
 
@@ -192,7 +209,8 @@ def grade(response: str, answer: str) -> Verdict:
 
     Args:
       response: the text of a response.
-      answer: the reference answer: bare LaTeX (`\frac{1}{2}`) or text with delimited mathematics (`$\frac{1}{2}$`).
+      answer: the reference answer: bare LaTeX (`\frac{1}{2}`) or text with delimited mathematics (`$\frac{1}{2}$`); or
+        a JSON list of such texts, of which any is right.
 
     Returns:
       A verdict. Reasons: "no_answer" (no box, or a blank one), "too_long" (more than `MAX_BOXED_LENGTH` characters in
@@ -203,7 +221,16 @@ def grade(response: str, answer: str) -> Verdict:
         return Verdict(False, 0.0, "no_answer")
     if len(boxed.strip()) > MAX_BOXED_LENGTH:
         return Verdict(False, 0.0, "too_long")
-    boxed, answer = unwrapped(boxed), unwrapped(answer)
+    found = Verdict(False, 0.0)
+    for each in alternatives(answer):
+        if (found := _compared(boxed, each)).correct:
+            break
+    return found
+
+
+def _compared(boxed: str, answer: str) -> Verdict:
+    """Returns the verdict on the content of a box, for one right answer."""
+    boxed, answer = unwrapped(as_latex(boxed)), unwrapped(as_latex(answer))
     if marks_differ(boxed, answer) or _hedged(boxed, answer):
         return Verdict(False, 0.0)
     for same in (same_words(boxed, answer), same_time(boxed, answer)):

@@ -116,6 +116,7 @@ def test_a_folder(tmp_path, monkeypatch, saved):
         ({"solution": r"\boxed{7}", "answer": "8"}, "8"),
         ({"ground_truth": "8", "answer": "It is 8."}, "8"),
         ({"reward_model": {"ground_truth": ["8", "9"]}, "answer": "8"}, '["8", "9"]'),
+        ({"ground_truth": ["8", "9"], "answer": "8"}, '["8", "9"]'),
         ({"reward_model": {"style": "rule"}, "answer": "8"}, "8"),
     ],
 )

@@ -298,6 +298,25 @@ def test_what_is_put_into_other_words(answer, boxed, equal):
     assert grade(rf"\boxed{{{boxed}}}", answer).correct == equal
 
 
+@pytest.mark.parametrize(
+    ("answer", "boxed", "equal"),
+    [
+        ('["1/2", "3"]', "0.5", True),
+        ('["1/2", "3"]', "3", True),
+        ('["1/2", "3"]', "1/2, 3", False),
+        ('["1/2", "3"]', "2", False),
+        (r'["\\frac{1}{2}"]', "0.5", True),
+        ('["yes", 2]', "2", True),
+        ("[1, 2]", "[1, 2]", True),  # an interval
+        ("[1, 2]", "2", False),
+        ("[]", "2", False),
+        ('["2", ["3"]]', "3", False),
+    ],
+)
+def test_any_answer_of_a_list_of_texts_is_right(answer, boxed, equal):
+    assert grade(rf"\boxed{{{boxed}}}", answer).correct == equal
+
+
 def test_only_the_last_box_counts():
     assert grade(r"\boxed{1} or rather \boxed{2}", "2").correct
     assert not grade(r"\boxed{2} or rather \boxed{1}", "2").correct
