@@ -131,13 +131,10 @@ def main(config: Config, options: Options) -> None:
 
 def _write(evaluation: "StoredEvaluation", run: pathlib.Path | None, model: str | None) -> None:
     from reinforce_ada_jax.evaluation import evaluator, results_table
-    from reinforce_ada_jax.files.durable import write_atomically
 
     results, table = results_table.summarize(evaluation, run)
     print(table)
-    tables = evaluation.output / "table.md"
-    before = tables.read_text("utf-8", errors="replace") if tables.exists() else ""
-    write_atomically(tables, results_table.with_section(before, ", ".join(results), table))
+    results_table.write(evaluation.output / "table.md", ", ".join(results), table)
     if run is None:
         file, about = evaluation.output / "results.json", {"model": model}
     else:

@@ -17,7 +17,7 @@ from reinforce_ada_jax.distributed.signals import Stop
 from reinforce_ada_jax.evaluation import fixed_draws
 from reinforce_ada_jax.evaluation.response_store import GradedResponses, hash_of_problems
 from reinforce_ada_jax.evaluation.scores import Statistics, by_difficulty, difficulty_statistics, statistics
-from reinforce_ada_jax.files.durable import read_object, write_atomically
+from reinforce_ada_jax.files.durable import exclusive, read_object, write_atomically
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.history import PROBLEMS
 from reinforce_ada_jax.reporting.writers import Metrics
@@ -106,10 +106,11 @@ def hashes(benchmarks: Benchmarks) -> dict[str, str]:
 def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float | str]) -> None:
     """Writes metrics into a file that begins with `about`; those of other benchmarks stay in it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    before = read_object(file, REMEDY) if file.exists() else about
-    now = {key.split("/")[1] for key in metrics}
-    others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
-    write_atomically(file, json.dumps({**others, **metrics}, indent=2) + "\n")
+    with exclusive(file.parent):
+        before = read_object(file, REMEDY) if file.exists() else about
+        now = {key.split("/")[1] for key in metrics}
+        others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
+        write_atomically(file, json.dumps({**others, **metrics}, indent=2) + "\n")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

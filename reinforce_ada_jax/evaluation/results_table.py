@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from reinforce_ada_jax.evaluation import paper_results, scores
 from reinforce_ada_jax.evaluation.scores import Difficulty, Labelled, Statistics
 from reinforce_ada_jax.evaluation.stored_evaluation import StoredEvaluation
+from reinforce_ada_jax.files.durable import exclusive, write_atomically
 from reinforce_ada_jax.training.reward_check import without_answer
 
 
@@ -107,6 +108,13 @@ def with_section(text: str, title: str, table: str) -> str:
     _, *sections = f"\n{text}".split("\n## ")
     others = [section for section in sections if section.partition("\n")[0] != title]
     return "\n".join(f"## {section.rstrip()}\n" for section in (*others, f"{title}\n\n{table}"))
+
+
+def write(file: pathlib.Path, title: str, table: str) -> None:
+    """Writes a section of table.md; other evaluations of the same run may end at the same time."""
+    with exclusive(file.parent):
+        before = file.read_text("utf-8", errors="replace") if file.exists() else ""
+        write_atomically(file, with_section(before, title, table))
 
 
 def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tuple[dict[str, Statistics], str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -46,6 +47,22 @@ def sync(path: pathlib.Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some mounted buckets can't
             raise
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive(folder: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process is here for this folder: for a file that is read, changed and written again.
+
+    The lock is the kernel's, on the folder itself, so nothing is left of it after a kill. It does not reach another
+    machine's copy of a bucket, and file systems without such locks (some mounted buckets) have none.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # ENOSYS, ENOTSUP, ENOLCK, EBADF
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)
 

@@ -1,6 +1,7 @@
 """Evaluations of a run: one file each, addresses of their own, and the graders of their benchmarks."""
 
 import collections
+import concurrent.futures
 import json
 from unittest.mock import Mock
 
@@ -29,6 +30,14 @@ def test_other_benchmarks_stay_in_the_file(tmp_path):
     # With fewer samples there is no pass@16 any more: the old one must not stay with the new average.
     evaluator.save_results(file, {"iteration": 7}, {"evaluation/a/avg": 0.3})
     assert json.loads(file.read_text()) == {"iteration": 7, "evaluation/b/avg": 0.2, "evaluation/a/avg": 0.3}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_evaluations_that_end_together_keep_each_others_results(tmp_path):
+    file, metrics = evaluator.results_file(tmp_path, 7), [f"evaluation/set{number}/avg" for number in range(16)]
+    with concurrent.futures.ThreadPoolExecutor(len(metrics)) as threads:
+        list(threads.map(lambda metric: evaluator.save_results(file, {"iteration": 7}, {metric: 0.5}), metrics))
+    assert json.loads(file.read_text()) == {"iteration": 7, **dict.fromkeys(metrics, 0.5)}
     assert list(file.parent.iterdir()) == [file]
 
 

@@ -1,5 +1,7 @@
 """The table of an evaluation, literally, and the runs and settings that have no place in it."""
 
+import concurrent.futures
+
 from reinforce_ada_jax.evaluation import paper_results, results_table
 from reinforce_ada_jax.evaluation.scores import Difficulty, Statistics, statistics
 from tests.evaluation.test_scores import problem
@@ -119,3 +121,11 @@ def test_a_table_file_has_a_section_for_each_set_of_benchmarks():
     for title, table in (("gsm8k", "| a |"), ("aime, math", "| b |\n\n| c |"), ("gsm8k", "| d |")):
         text = results_table.with_section(text, title, table)
     assert text == "## aime, math\n\n| b |\n\n| c |\n\n## gsm8k\n\n| d |\n"
+
+
+def test_evaluations_that_end_together_keep_each_others_sections(tmp_path):
+    file, titles = tmp_path / "table.md", [f"set{number}" for number in range(16)]
+    with concurrent.futures.ThreadPoolExecutor(len(titles)) as threads:
+        list(threads.map(lambda title: results_table.write(file, title, "| a |"), titles))
+    assert sorted(line[3:] for line in file.read_text().splitlines() if line.startswith("## ")) == sorted(titles)
+    assert list(tmp_path.iterdir()) == [file]
