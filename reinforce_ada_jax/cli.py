@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -204,9 +205,10 @@ def _ends_are_said() -> Iterator[None]:
     """Says which file ended the process with `sys.exit` or `os._exit`, other than one of this package.
 
     Without a word and with the code 0 it would look like a command that has finished. `os._exit` is replaced in this
-    process, and not in its forks.
+    process, and not in its forks: in the main thread it raises an error like that of `sys.exit`, so that a run can save
+    its state.
     """
-    leave, process = os._exit, os.getpid()
+    leave, process, modules = os._exit, os.getpid(), (os, sys.modules[os.name])  # os.name: "posix"
 
     def said(file: str, line: int | None, call: str) -> str:
         return (
@@ -218,22 +220,29 @@ def _ends_are_said() -> Iterator[None]:
         caller = sys._getframe(1)
         file = caller.f_code.co_filename
         if os.getpid() == process and not file.startswith(_PACKAGE):
-            print(f"error: {said(file, caller.f_lineno, f'os._exit({status})')}", file=sys.stderr, flush=True)
+            end = user_code.ExitedAtOnce(status)
+            if threading.current_thread() is threading.main_thread():
+                raise end
+            print(f"error: {said(file, caller.f_lineno, user_code.call_of(end))}", file=sys.stderr, flush=True)
             status = status or STOPPED
         leave(status)
 
-    os._exit = exit_at_once
+    for module in modules:
+        module.__dict__["_exit"] = exit_at_once
     try:
         yield
     except SystemExit as end:
         frames = traceback.extract_tb(end.__traceback__)
-        place = next(each for each in reversed(frames) if not each.filename.startswith("<frozen"))  # exit() is there
+        # Where `exit()` is, and where this function replaces `os._exit`.
+        hidden = ("<frozen", __file__) if isinstance(end, user_code.ExitedAtOnce) else ("<frozen",)
+        place = next(each for each in reversed(frames) if not each.filename.startswith(hidden))
         if place.filename.startswith(_PACKAGE):
             raise
         code = end.code if isinstance(end.code, int) and end.code else STOPPED
-        fail(said(place.filename, place.lineno, f"sys.exit({end.code!r})"), code)
+        fail(said(place.filename, place.lineno, user_code.call_of(end)), code)
     finally:
-        os._exit = leave
+        for module in modules:
+            module.__dict__["_exit"] = leave
 
 
 def _own_flags() -> dict[str, flags.Flag]:

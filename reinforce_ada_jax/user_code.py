@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import pathlib
 import re
+import signal
 import symtable
 import sys
 import threading
@@ -19,9 +20,17 @@ import types
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 NOTE_AFTER_S = 10.0
+
+
+class UserCodeError(ValueError):
+    """A user's file failed, or returned what it must not. The message names the file and the line."""
+
+
+class ExitedAtOnce(SystemExit):
+    """`os._exit` was called, which `cli` replaces: the process would end without a word, and save nothing."""
 
 
 def check(path: pathlib.Path, setting: str, name: str) -> None:
@@ -82,30 +91,76 @@ def run(path: pathlib.Path) -> types.ModuleType:
 
 @contextlib.contextmanager
 def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
-    """Raises an error of a user's file as a ValueError of one line, which begins with `setting` and names its line.
+    """Raises an error of a user's file as a `UserCodeError`: one line that begins with `setting` and names its line.
 
-    A file that runs for `NOTE_AFTER_S` is named on stderr: nothing but Ctrl-C ends a loop in it.
+    `sys.exit()` is such an error, and so is KeyboardInterrupt unless Ctrl-C raises it. A file that runs for
+    `NOTE_AFTER_S` is named on stderr: nothing but Ctrl-C ends a loop in it.
     """
     note = threading.Timer(NOTE_AFTER_S, _say_that_it_runs, (path, setting, threading.get_ident()))
     note.daemon = True
     note.start()
     try:
         yield
-    except KeyboardInterrupt as stop:
-        if frames := _frames(stop, path):  # where it hung
-            print(f"note: {path} was running, line {frames[-1].lineno}", file=sys.stderr)
-        raise
-    except (Exception, SystemExit) as raised:
-        error, frames = raised, _frames(raised, path)
-        while not frames and (inner := error.__cause__ or error.__context__) is not None:
-            error, frames = inner, _frames(inner, path)  # a library raised it again with a text of its own
-        error = error if frames else raised
-        where = f" ({path}, line {frames[-1].lineno})" if frames else ""
-        what = f"{type(error).__name__}: {error}".partition("\n")[0] if frames else str(error)
-        raise ValueError(f"{setting}, which failed: {what}{where}") from raised
+    except BaseException as raised:
+        _raise(raised, path, setting)
     finally:
         note.cancel()
         note.join()  # the caller may fork
+
+
+def _raise(raised: BaseException, path: pathlib.Path, setting: str) -> NoReturn:
+    """Raises what a user's file raised, with its line; Ctrl-C and named errors as they are."""
+    error, frames = raised, _frames(raised, path)
+    if isinstance(raised, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if frames:  # where it hung
+            print(f"note: {path} was running, line {frames[-1].lineno}", file=sys.stderr)
+        raise raised
+    if isinstance(raised, UserCodeError | GeneratorExit):
+        raise raised
+    while not frames and (inner := error.__cause__ or error.__context__) is not None:
+        error, frames = inner, _frames(inner, path)  # a library raised it again with a text of its own
+    error = error if frames else raised
+    where = f" ({path}, line {frames[-1].lineno})" if frames else ""
+    what = f"{type(error).__name__}: {error}".partition("\n")[0] if frames else str(error)
+    if isinstance(error, SystemExit):
+        what = f"it called {call_of(error)}, and must not end the command"
+    raise UserCodeError(f"{setting}, which failed: {what}{where}") from raised
+
+
+def call_of(end: SystemExit) -> str:
+    """Returns the call that would end the process: "sys.exit(3)"."""
+    return f"os._exit({end.code!r})" if isinstance(end, ExitedAtOnce) else f"sys.exit({end.code!r})"
+
+
+def named(function: Callable[..., Any], path: pathlib.Path, setting: str) -> Callable[..., Any]:
+    """Returns a function of a user's file whose errors are raised as `failures` does, for calls within a run.
+
+    It has no note after `NOTE_AFTER_S`, which takes a thread: a run calls such functions for each prompt.
+    """
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except BaseException as raised:
+            _raise(raised, path, setting)
+
+    code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial: of its function
+    line = f", line {code.co_firstlineno}" if code and code.co_filename == str(path.resolve()) else ""
+    called.__dict__["place"] = setting, f" ({path}{line})"
+    return called
+
+
+def wrong(function: Any, message: str) -> ValueError:
+    """Returns an error about what a function returned; for one of `named` with the setting, the file and the line.
+
+    `message` may begin with the setting.
+    """
+    if not hasattr(function, "place"):
+        return ValueError(message)
+    setting, end = function.place
+    begin = "" if message.startswith(setting) else f"{setting}: "
+    return UserCodeError(f"{begin}{message.removesuffix('.')}{end}")
 
 
 def _say_that_it_runs(path: pathlib.Path, setting: str, thread: int) -> None:
@@ -138,7 +193,9 @@ def load(reference: str, setting: str) -> Callable[..., Any]:
     if not callable(function := getattr(module, name)):
         raise ValueError(f"{setting}, which is {function!r}; it must be a function or a class.")
 
-    @functools.wraps(function)
+    checked = named(function, path, setting)
+
+    @functools.wraps(checked)  # also its place
     def called(*arguments: Any) -> Any:
         with failures(path, setting):
             return function(*arguments)

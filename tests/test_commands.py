@@ -370,10 +370,11 @@ def test_an_end_in_the_middle_of_a_command_is_one_line(raised, code, line):
         ("sys.exit(7)", 7, "sys.exit(7)"),
         ("os._exit(0)", cli.STOPPED, "os._exit(0)"),
         ("os._exit(7)", 7, "os._exit(7)"),
+        ("posix._exit(7)", 7, "os._exit(7)"),
     ],
 )
 def test_a_file_of_the_user_that_ends_the_process_is_named(tmp_path, statement, code, call):
-    (tmp_path / "mine.py").write_text(f"import os, sys\ndef mine():\n    {statement}\n")
+    (tmp_path / "mine.py").write_text(f"import os, posix, sys\ndef mine():\n    {statement}\n")
     program = f"import sys\nsys.path.append({str(tmp_path)!r})\nfrom reinforce_ada_jax import cli\nimport mine\n"
     result = run_python("-c", f"{program}cli.run(mine.mine)")
     said = f"error: {tmp_path / 'mine.py'}, line 3, ended the command with {call} before it had finished. Remove the"

@@ -1,5 +1,6 @@
 """A user's own Python file runs, and leaves nothing beside itself."""
 
+import signal
 import sys
 import time
 
@@ -24,6 +25,39 @@ def test_an_interrupted_file_names_the_line_that_ran(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt), user_code.failures(file, "collection.strategy is 'mine.py:f'"):
         user_code.run(file)
     assert capsys.readouterr().err == f"note: {file} was running, line 2\n"
+
+
+ENDS = """import sys
+def leave():
+    sys.exit(3)
+def interrupt():
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("leave", r"it called sys.exit\(3\), and must .* \(.*mine.py, line 3\)"),
+        ("interrupt", "KeyboardInterrupt: .*line 5"),
+    ],
+)
+def test_a_function_that_ends_the_command_has_failed(tmp_path, name, said):
+    file = tmp_path / "mine.py"
+    file.write_text(ENDS)
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # as in a run, where Ctrl-C raises no KeyboardInterrupt
+    try:
+        with pytest.raises(user_code.UserCodeError, match=f"learning.loss is 'mine', which failed: {said}"):
+            user_code.load(f"{file}:{name}", "learning.loss is 'mine'")()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_function_stays_one(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import signal\ndef wait():\n    signal.raise_signal(signal.SIGINT)\n")
+    with pytest.raises(KeyboardInterrupt):
+        user_code.named(user_code.run(file).wait, file, "learning.loss is 'mine'")()
 
 
 def test_a_file_that_does_not_end_is_named_with_its_line(tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.collection.corrections import checked, relative_rewards
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.types import Pool
@@ -162,8 +163,9 @@ def keep_draws(strategy: Strategy, correct: Bool[np.ndarray, " N"]) -> Int[np.nd
         return np.zeros(0, int)
     indices = kept.ndim == 1 and kept.dtype.kind == "i" and kept[0] >= 0 and kept[-1] < len(correct)
     if not (indices and (np.diff(kept) > 0).all()):
-        raise ValueError(
-            f"The strategy's keep must return indices of {len(correct)} draws, ascending; it returned {kept!r:.200}."
+        raise user_code.wrong(
+            strategy.keep,
+            f"The strategy's keep must return indices of {len(correct)} draws, ascending; it returned {kept!r:.200}.",
         )
     _check_number(strategy, kept)
     return kept
@@ -171,8 +173,9 @@ def keep_draws(strategy: Strategy, correct: Bool[np.ndarray, " N"]) -> Int[np.nd
 
 def _check_number(strategy: Strategy, kept: Int[np.ndarray, " n"]) -> None:
     if strategy.max_kept is not None and kept.size > strategy.max_kept:
-        raise ValueError(
-            f"The strategy keeps {kept.size} responses of a prompt, and its max_kept is {strategy.max_kept}."
+        raise user_code.wrong(
+            strategy.coefficients or strategy.keep,
+            f"The strategy keeps {kept.size} responses of a prompt, and its max_kept is {strategy.max_kept}.",
         )
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.collection.groups import balanced_group
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.config import CollectionConfig, collection_rules
@@ -49,14 +50,16 @@ def checked(coefficients: CoefficientsFn, pool: Pool, usable: Bool[np.ndarray, "
     indices = kept.ndim == 1 and kept.dtype.kind in "iu" and (np.diff(kept, prepend=-1, append=draws) > 0).all()
     if not (indices and values.shape == kept.shape and values.dtype.kind in "iuf"):
         name = getattr(coefficients, "__name__", "coefficients")
-        raise ValueError(
+        raise user_code.wrong(
+            coefficients,
             f"coefficients of the Strategy ({name}) returned {_described(returned)} for a prompt with {draws} draws. "
             "It must return two arrays of the same length: the indices of the draws to keep, whole numbers from 0 to "
-            f"{draws - 1}, ascending, and the coefficient of each, a number."
+            f"{draws - 1}, ascending, and the coefficient of each, a number.",
         )
     if not usable[kept].all():
         old = kept[~usable[kept]][0]
-        raise ValueError(f"The strategy's coefficients keep draw {old}, which is older than its max_age: leave it out.")
+        message = f"The strategy's coefficients keep draw {old}, which is older than its max_age: leave it out."
+        raise user_code.wrong(coefficients, message)
     return kept.astype(int), values.astype(float)
 
 

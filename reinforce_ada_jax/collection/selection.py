@@ -7,13 +7,13 @@ A selection is an object with the four methods of `Selection`; docs/strategies.m
 package. How many responses are drawn for a prompt is the strategy's choice (strategies.py).
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import numbers
 import pathlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -68,6 +68,13 @@ class Selection(Protocol):
     def load_json(self, saved: Mapping[str, Any], /) -> None:
         """Restores the state that `to_json` returned."""
         ...
+
+
+def running(source: str) -> contextlib.AbstractContextManager[None]:
+    """Names the file and the line of errors where `source`, which is `collection.selection`, names a user's file."""
+    path, is_file, _ = source.rpartition(":")
+    setting = f"collection.selection is {source!r}"
+    return user_code.failures(pathlib.Path(path), setting) if is_file else contextlib.nullcontext()
 
 
 def choose(selection: Selection, count: int, seed: int, iteration: int) -> Choice:
@@ -280,8 +287,7 @@ def observe(selection: Selection, groups: Sequence[Group], source: str) -> dict[
     Raises:
       ValueError: a class of the user's fails, or a metric is no number.
     """
-    path, is_file, _ = source.rpartition(":")
-    with user_code.failures(pathlib.Path(path), f"collection.selection is {source!r}") if is_file else nullcontext():
+    with running(source):
         metrics = dict(selection.observe(groups) or {})
         for name, value in metrics.items():
             if not isinstance(value, numbers.Real):
@@ -313,7 +319,7 @@ def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_b
     selection = user_code.load(config.selection, setting)(prompts, config)
     if not isinstance(selection, Selection):
         raise ValueError(f"{setting}, which made {selection!r}; it must have choose, observe, to_json and load_json.")
-    with user_code.failures(pathlib.Path(config.selection.rpartition(":")[0]), setting):
+    with running(config.selection):
         choice = choose(selection, config.prompts_per_iteration, seed, 1)
         if unknown := {prompt.id for prompt in choice.prompts} - {prompt.id for prompt in prompts}:
             raise ValueError(f"it chose the prompt {min(unknown)!r}, which is not in the data; copies keep their id.")

@@ -6,6 +6,7 @@ docs/strategies.md shows how to write one outside of the package.
 
 import dataclasses
 import hashlib
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -133,16 +134,18 @@ def round_size(strategy: Strategy, progress: PromptProgress) -> int:
     """Returns `next_draws`; raises ValueError where it breaks the strategy's own bounds."""
     size = strategy.next_draws(progress)
     if not isinstance(size, int | np.integer):
-        raise ValueError(
+        raise user_code.wrong(
+            strategy.next_draws,
             f"The strategy asks for {size!r} more responses of prompt {progress.prompt.id!r}, which is of the type "
-            f"{type(size).__name__}; `next_draws` must return a whole number (int)."
+            f"{type(size).__name__}; `next_draws` must return a whole number (int).",
         )
     most = np.inf if strategy.max_draws is None else strategy.max_draws
     if size < 0 or (size == 0 and progress.rounds == 0) or progress.drawn + size > most:
-        raise ValueError(
+        raise user_code.wrong(
+            strategy.next_draws,
             f"The strategy asks for {size} more responses of prompt {progress.prompt.id!r} after {progress.rounds} "
             f"rounds and {progress.drawn} responses; its first round must have at least 1, and all rounds together at "
-            f"most max_draws = {strategy.max_draws}."
+            f"most max_draws = {strategy.max_draws}.",
         )
     return size
 
@@ -151,9 +154,10 @@ def probability_of_more(strategy: Strategy, progress: PromptProgress) -> float:
     """Returns `continue_probability`; raises ValueError where it is no probability."""
     probability = strategy.continue_probability(progress)
     if not 0 <= probability <= 1:
-        raise ValueError(
+        raise user_code.wrong(
+            strategy.continue_probability,
             f"continue_probability of the strategy is {probability!r:.80} after {progress.rounds} rounds of prompt "
-            f"{progress.prompt.id!r}; it must be in [0, 1]."
+            f"{progress.prompt.id!r}; it must be in [0, 1].",
         )
     return probability
 
@@ -163,9 +167,10 @@ def plan_draws(strategy: Strategy, estimates: np.ndarray, names: Sequence[str]) 
     assert strategy.plan is not None
     planned = np.asarray(strategy.plan(estimates, names))
     if planned.shape != (len(names),) or planned.dtype.kind != "i":
-        raise ValueError(
+        raise user_code.wrong(
+            strategy.plan,
             f"The strategy's plan must return {len(names)} whole numbers, one for each prompt; it returned an array of "
-            f"{planned.dtype} with the shape {planned.shape}."
+            f"{planned.dtype} with the shape {planned.shape}.",
         )
     return planned
 
@@ -360,6 +365,8 @@ def build(strategy_config: StrategyConfig, *, regularized: bool = False) -> Stra
     strategy = (BUILT_IN.get(config.strategy) or user_code.load(config.strategy, setting))(config)
     if not isinstance(strategy, Strategy):
         raise ValueError(f"{setting}, which returned {strategy!r}; it must return a Strategy.")
+    if config.strategy not in BUILT_IN:
+        strategy = _with_named_functions(strategy, pathlib.Path(config.strategy.rpartition(":")[0]), setting)
     changes: dict[str, Any] = {"normalize_by_std": config.normalize_by_std}
     if config.keep == "group":
         changes |= {"keep": lambda correct: balanced_group(correct, config.group_size), "max_kept": config.group_size}
@@ -381,6 +388,18 @@ def build(strategy_config: StrategyConfig, *, regularized: bool = False) -> Stra
         strategy = dataclasses.replace(strategy, coefficients=coefficients, max_kept=most)
     _check_estimates(config, strategy)
     return strategy
+
+
+def _with_named_functions(strategy: Strategy, path: pathlib.Path, setting: str) -> Strategy:
+    """Returns a user's strategy whose own functions name the file and the line of an error."""
+    fields = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+    package = f"{__name__.partition('.')[0]}."
+    own = {
+        name: user_code.named(value, path, setting)
+        for name, value in fields.items()
+        if callable(value) and not str(getattr(value, "__module__", "")).startswith(package)
+    }
+    return dataclasses.replace(strategy, **own)
 
 
 def _with_first_round(max_kept: int | None, size: int | None, max_draws: int | None) -> int | None:

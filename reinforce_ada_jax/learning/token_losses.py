@@ -5,6 +5,7 @@ A loss of the user's is a function in a file, with the signature of those in `LO
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -137,22 +138,26 @@ def load(loss: str) -> str | TokenLossFn:
         shape, dtype = np.shape(result.loss), jnp.result_type(result.loss)
         if shape != np.shape(ratio) or dtype != jnp.float32:
             returned = "None" if result.loss is None else f"{dtype}{list(shape)}"
-            raise ValueError(
+            raise user_code.wrong(
+                function,
                 f"{setting}, which returned {returned} for ratios of float32{list(np.shape(ratio))}; it must return "
-                "the loss of each token, or a TokenLoss."
+                "the loss of each token, or a TokenLoss.",
             )
         return result
 
-    value, slopes = _tried(checked, [-0.5, 0.0, 0.5], [1.0, -1.0])
+    with user_code.failures(pathlib.Path(loss.rpartition(":")[0]), setting):  # also in a gradient of its own
+        value, slopes = _tried(checked, [-0.5, 0.0, 0.5], [1.0, -1.0])
     if not (jnp.isfinite(value) and jnp.isfinite(slopes).all()):
-        raise ValueError(
+        raise user_code.wrong(
+            function,
             f"{setting}, whose loss is {value:g} for advantages of 1 and -1 and ratios of 0.6 to 1.6, with slopes from "
-            f"{slopes.min():g} to {slopes.max():g}; all must be finite."
+            f"{slopes.min():g} to {slopes.max():g}; all must be finite.",
         )
     if not slopes.any():
-        raise ValueError(
+        raise user_code.wrong(
+            function,
             f"{setting}, whose loss does not change with the log-probabilities, for advantages of 1 and -1 and ratios "
-            "of 0.6 to 1.6: nothing would be learned. Compute it from `ratio` or `logprobs`."
+            "of 0.6 to 1.6: nothing would be learned. Compute it from `ratio` or `logprobs`.",
         )
     return checked
 

@@ -67,7 +67,8 @@ def choose(run: Run, state: RunState, stored: CollectedShard | None = None) -> S
     A selection may offer more replacements than the strategy's `extra_batches` allow: the others are left out.
     """
     iteration, count = state.iteration + 1, run.config.collection.prompts_per_iteration
-    choice = selection.choose(run.selection, count, run.config.seed, iteration)
+    with selection.running(run.config.collection.selection):
+        choice = selection.choose(run.selection, count, run.config.seed, iteration)
     allowed = choice.replacements[: run.strategy.extra_batches * count]
     if state.sampler is None:
         weights, version = run.policy(state), state.iteration

@@ -27,6 +27,7 @@ from reinforce_ada_jax.sampling.programs import num_replicas
 from reinforce_ada_jax.training.drawing_hosts import DrawingHosts
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState, to_record
+from reinforce_ada_jax.user_code import UserCodeError
 
 
 class Ending(enum.Enum):
@@ -141,9 +142,9 @@ def _outcome_of(run: Run, state: RunState, error: Exception) -> Outcome | None:
         return None
     save(run, state)
     run.checkpoints.wait()
-    if isinstance(error, CannotStart):
-        message = f"{error.line} Iteration {state.iteration} is saved. {_resuming(run)}"
-        return Outcome(Ending.STOPPED, message, state)
+    if isinstance(error, CannotStart | UserCodeError):
+        line = error.line if isinstance(error, CannotStart) else f"{error}. Fix the file."
+        return Outcome(Ending.STOPPED, f"{line} Iteration {state.iteration} is saved. {_resuming(run)}", state)
     return None
 
 

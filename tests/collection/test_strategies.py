@@ -18,6 +18,7 @@ from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import PromptProgress, uniform_at_address
 from reinforce_ada_jax.config import collection_rules, values
 from reinforce_ada_jax.types import PartialRollouts, Prompt, Response, Verdict
+from reinforce_ada_jax.user_code import UserCodeError
 from tests import standins
 
 PROMPT = Prompt("p", "", "", np.zeros(1, np.int32))
@@ -503,6 +504,31 @@ def test_a_function_in_a_file_of_the_users(users_file):
     np.testing.assert_array_equal(group.advantages, [2.0, -2.0])  # +-1/2 at 1/p = 4
 
 
+LATE = """import os, sys
+from reinforce_ada_jax.collection.strategies import Strategy
+def mine(config):
+    def next_draws(progress):
+        return 2 if progress.rounds == 0 else {late}
+    return Strategy(next_draws, lambda progress: True, lambda correct: [0], max_draws=8, max_kept=8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ("1 // 0", r", which failed: ZeroDivisionError: .* \(.*mine.py, line 5\)"),
+        ("sys.exit(3)", r", which failed: it called sys.exit\(3\), and must not end the command \(.*mine.py, line 5\)"),
+        ("-1", r": The strategy asks for -1 more responses .* max_draws = 8 \(.*mine.py, line 4\)"),
+        ("0.5", r": The strategy asks for 0.5 more responses .* must return a whole number \(int\) \(.*, line 4\)"),
+    ],
+)
+def test_an_error_within_a_run_names_the_file_and_the_line(tmp_path, late, message):
+    file = tmp_path / "mine.py"
+    file.write_text(LATE.format(late=late))
+    with pytest.raises(UserCodeError, match=f"collection.strategy is '{file}:mine'{message}$"):
+        run_strategy(config(f"{file}:mine", 2), np.zeros((1, 8)))
+
+
 def test_a_users_strategy_that_is_not_there(users_file):
     with pytest.raises(ValueError, match=r"there is no file 'absent\.py'"):
         strategies.build(config("absent.py:double"))
@@ -526,6 +552,7 @@ from __future__ import annotations
 import dataclasses
 import beside
 from reinforce_ada_jax.collection.strategies import fixed
+from reinforce_ada_jax.user_code import UserCodeError
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import re
 import signal
 import time
 import traceback
@@ -29,6 +30,7 @@ from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.run import TrainingStopped
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.types import PartialRollouts, Response, Verdict
+from reinforce_ada_jax.user_code import UserCodeError
 from tests import forked, standins
 from tests.running import cipher_file, compiles_nothing_early, environment, reproducible, restored, tiny
 from tests.running import train as train_here
@@ -92,8 +94,12 @@ def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path):
     ]  # fmt: skip
 
 
+# Errors of files of the user, in a process of their own and in the run's.
+NAMED = [CannotStart("mine.py:grade: NameError", "Traceback ..."), UserCodeError("mine.py:grade: NameError")]
+
+
 @pytest.mark.parametrize("donated", [False, True])
-@pytest.mark.parametrize("error", [CannotStart("mine.py:grade: NameError", "Traceback ..."), TypeError("yours")])
+@pytest.mark.parametrize("error", [*NAMED, TypeError("yours")])
 def test_a_fault_costs_nothing_that_is_finished(tmp_path, error, donated):
     def fail_at_4(run, state):
         if state.iteration < 3:
@@ -103,10 +109,10 @@ def test_a_fault_costs_nothing_that_is_finished(tmp_path, error, donated):
         raise error
 
     workdir = tmp_path / "my run"
-    if isinstance(error, CannotStart) and not donated:
+    if error in NAMED and not donated:
         outcome, _ = run(workdir, fail_at_4)
         assert outcome.ending is Ending.STOPPED
-        assert "mine.py:grade: NameError Iteration 3 is saved. python -m" in outcome.message
+        assert re.search(r"mine.py:grade: NameError.* Iteration 3 is saved. python -m", outcome.message)
         assert f"--workdir='{workdir}' goes on" in outcome.message  # a shell takes it as one word
     else:
         with pytest.raises(type(error)):
