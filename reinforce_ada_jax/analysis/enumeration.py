@@ -255,9 +255,7 @@ def _block(
 
 
 def expectations(
-    config: StrategyConfig,
-    pass_rates: Sequence[float] | Float[np.ndarray, " P"],
-    noise: ScoreNoise = EQUAL_NOISE,
+    config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"], noise: ScoreNoise = EQUAL_NOISE
 ) -> Expectations:
     """Computes the expected results of a strategy for prompts of the given pass rates.
 

@@ -124,13 +124,7 @@ def _mesh_over(topology: str, slices: int, config: Config) -> Mesh:
 
 
 def check_slice(
-    config: Config,
-    topology: str,
-    model: str | None,
-    means: Statistics,
-    log: Callable[[str], None],
-    *,
-    slices: int = 1,
+    config: Config, topology: str, model: str | None, means: Statistics, log: Callable[[str], None], *, slices: int = 1
 ) -> list[ProgramResult]:
     """Compiles one program after the other for a slice, or several, and logs the table and the plan for these means.
 

@@ -147,11 +147,7 @@ def packed_attend(start: Int[Array, " M"], lengths: Int[Array, " M"], count: Int
 
 
 def target_logprobs(
-    model: Decoder,
-    hidden: Float[Array, "M 1 D"],
-    targets: Int[Array, " M"],
-    temperature: float,
-    count: Int[Array, ""],
+    model: Decoder, hidden: Float[Array, "M 1 D"], targets: Int[Array, " M"], temperature: float, count: Int[Array, ""]
 ) -> Float[Array, " M"]:
     """Computes the log-probability of each row's target, for the tiles of the first `count` rows."""
 

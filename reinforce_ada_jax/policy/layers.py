@@ -211,10 +211,7 @@ class Attention(nnx.Module):
             self.key_norm = declare(*(((k, h), ("kv_heads", "head")) if whole else ((h,), ("head",))), constant=one)
 
     def project(
-        self,
-        x: Float[Array, "B T D"],
-        positions: Int[Array | np.ndarray, "B T"],
-        slides: Bool[Array, ""] | None = None,
+        self, x: Float[Array, "B T D"], positions: Int[Array | np.ndarray, "B T"], slides: Bool[Array, ""] | None = None
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Returns queries, keys and values of `x`, rotated to `positions`; `slides` is as for `rotary_frequencies`."""
         dtype = x.dtype

@@ -300,11 +300,7 @@ def of_rows(attend: RowAttend, segment_ids: Int[Array | np.ndarray, "B T"] | Non
 
 
 def hidden_states(
-    model: Decoder,
-    tokens: Int[Array | np.ndarray, "B T"],
-    *,
-    execution: Execution,
-    attend: RowAttend = causal_attend,
+    model: Decoder, tokens: Int[Array | np.ndarray, "B T"], *, execution: Execution, attend: RowAttend = causal_attend
 ) -> Float[Array, "B T D"]:
     """Computes hidden states in a causal forward pass over rows of one sequence each, padded on the right."""
     return hidden_states_and_load(model, tokens, attend=attend, execution=execution)[0]

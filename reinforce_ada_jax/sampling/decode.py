@@ -306,12 +306,7 @@ def _begin_window(state: DecodeState, inputs: WindowInputs, options: EngineOptio
 
 
 def decode_window(
-    model: Decoder,
-    state: DecodeState,
-    inputs: WindowInputs,
-    *,
-    options: EngineOptions,
-    mesh: Mesh,
+    model: Decoder, state: DecodeState, inputs: WindowInputs, *, options: EngineOptions, mesh: Mesh
 ) -> tuple[DecodeState, WindowOutputs]:
     """Takes up to `options.window` decode steps of all slots, which are refilled from the queue as they become free.
 

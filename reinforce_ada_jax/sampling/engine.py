@@ -107,12 +107,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        architecture: Architecture,
-        options: EngineOptions,
-        *,
-        mesh: Mesh,
-        learner_mesh: Mesh | None = None,
+        self, architecture: Architecture, options: EngineOptions, *, mesh: Mesh, learner_mesh: Mesh | None = None
     ):
         """Makes an engine on `mesh`, devices of all processes of the run; `options` are those of each replica.
 

@@ -12,15 +12,7 @@ import numpy as np
 
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.rows import Rows
-from reinforce_ada_jax.sampling.state import (
-    RUNNING,
-    EngineOptions,
-    Occupancy,
-    Prompts,
-    Requests,
-    Slots,
-    WindowOutputs,
-)
+from reinforce_ada_jax.sampling.state import RUNNING, EngineOptions, Occupancy, Prompts, Requests, Slots, WindowOutputs
 
 
 class BrokenInvariant(RuntimeError):
@@ -56,11 +48,7 @@ def check_rows(options: EngineOptions, rows: Rows) -> None:
 
 
 def check_state(
-    options: EngineOptions,
-    state: Occupancy,
-    rows: Rows,
-    unread: Sequence[WindowOutputs],
-    guaranteed_free_pages: int,
+    options: EngineOptions, state: Occupancy, rows: Rows, unread: Sequence[WindowOutputs], guaranteed_free_pages: int
 ) -> None:
     """Checks one replica's state after the newest window against the host's records.
 

@@ -108,11 +108,7 @@ def fill_pages(pools: Pools, prefix: Prefix, table: Int[Array, "B width"], mesh:
 
 
 def copy_pages(
-    pools: Pools,
-    source: Int[Array, "L S"],
-    target: Int[Array, "L S"],
-    count: Int[Array, ""],
-    mesh: Mesh | None = None,
+    pools: Pools, source: Int[Array, "L S"], target: Int[Array, "L S"], count: Int[Array, ""], mesh: Mesh | None = None
 ) -> Pools:
     """Copies page source[:, i] to target[:, i], of all layers, for the first `count`: one loop iteration for each."""
 

@@ -24,13 +24,7 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.scheduler import Scheduler
-from reinforce_ada_jax.sampling.state import (
-    EngineOptions,
-    Occupancy,
-    SamplingParams,
-    WindowInputs,
-    WindowOutputs,
-)
+from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, SamplingParams, WindowInputs, WindowOutputs
 from reinforce_ada_jax.types import CuttableQueue, Request, RequestQueue, Response
 
 # Recorded when the first window of each `sample_fn` is read: its tokens are on the host.

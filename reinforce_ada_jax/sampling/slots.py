@@ -14,14 +14,7 @@ from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.rings import Layout
-from reinforce_ada_jax.sampling.state import (
-    Occupancy,
-    OpenedPrompts,
-    Prompts,
-    Requests,
-    Slots,
-    WindowInputs,
-)
+from reinforce_ada_jax.sampling.state import Occupancy, OpenedPrompts, Prompts, Requests, Slots, WindowInputs
 
 State = TypeVar("State", bound=Occupancy)  # of the window, or its small records alone
 
