@@ -197,7 +197,7 @@ def prefill_chunk(
     of_pool = table, page_of(table), visible_pages(table, lengths, page_size, options.pages, row=chunk.row)
     of_rings = None
     if layout.rings is not None:
-        in_rings = layout.rings.prompt_table(chunk.row, table.shape[1])
+        in_rings = layout.rings.prompt_page(chunk.row[:, None], jnp.arange(table.shape[1])[None])
         start = jnp.maximum(lengths - options.ring_window, 0)
         visible = visible_pages(in_rings, lengths, page_size, layout.rings.pages, start, chunk.row)
         of_rings = in_rings, page_of(in_rings), visible

@@ -76,11 +76,6 @@ def release_slots(state: DecodeState, ended: Bool[Array, " S"]) -> DecodeState:
     return _change(state, jnp.any(ended), lambda small, other: (slots_lib.release(small, ended), other))[0]
 
 
-def _end_responses(state: DecodeState, ended: Bool[Array, " S"], park_reserve: Int[Array, ""]) -> DecodeState:
-    """Makes slots inactive, and parks their turns or releases their own pages."""
-    return _change(state, jnp.any(ended), lambda small, other: (slots_lib.end(small, ended, park_reserve), other))[0]
-
-
 def insert(
     state: DecodeState,
     prefix: Prefix,
@@ -200,12 +195,6 @@ def _forward(
     return pools, Computed(rowwise(next_logprobs, hidden, slots.requests.sampling.temperature), routes)
 
 
-def _place(slots: Slots) -> Int[Array, " R"]:
-    """Returns the place of each next token in its response, by which its noise is addressed."""
-    begun = slots.requests.begun
-    return slots.count if begun is None else slots.count + begun
-
-
 def _append_tokens(
     state: DecodeState,
     computed: Computed,
@@ -224,9 +213,9 @@ def _append_tokens(
     rows = slots if drafted is None else drafted.slots
     # On accelerators all at a time: loops cost more there than the width of a step.
     at_a_time = token_lib.ROWS if options.attention in {"jnp", "invariant"} else len(logprobs)
-    drawn = token_lib.sample(
-        logprobs, rows.requests.key, _place(rows), rows.requests.sampling, num_rows, at_a_time, mesh
-    )
+    # Noise is addressed by the place of a token in its response.
+    number = rows.count if rows.requests.begun is None else rows.count + rows.requests.begun
+    drawn = token_lib.sample(logprobs, rows.requests.key, number, rows.requests.sampling, num_rows, at_a_time, mesh)
     row_of = None if drafted is None else jnp.minimum(drafted.row_of, len(logprobs) - 1)
 
     def of_slots(x):
@@ -365,7 +354,10 @@ def decode_window(
         state = state.replace(slots=slots, prompts=state.prompts.replace(cached=cached), pools=pools, routes=routes)
         num_rows = jnp.where(decoding, num_rows, 0)
         state, ended = _append_tokens(state, computed, decoding, num_rows, options, mesh, drafted)
-        return _end_responses(state, ended, inputs.park_reserve), computed, width, go_on
+        state, _ = _change(
+            state, jnp.any(ended), lambda small, other: (slots_lib.end(small, ended, inputs.park_reserve), other)
+        )
+        return state, computed, width, go_on
 
     # The last iteration refills and decodes nothing. So refilling and the choice of a width exist once in the program:
     # compiling takes most of the time of a start.

@@ -158,9 +158,6 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
             outputs = outputs.replace(agreed=jax.lax.pmax(jnp.stack([*vote, last_steps]), replica_axes(mesh)))
         return state, outputs
 
-    def insert(state, prefix, slot, address, sampling):
-        return decode.insert(state, prefix, slot, address, sampling, options=options, mesh=mesh)
-
     def decode_token(params, state):
         active = state.slots.active
         state, ended = decode.decode_token(merge(architecture, params), state, options=options, mesh=mesh)
@@ -172,6 +169,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     def cast_weights(params):
         return gathered(as_decoded(params, options))
 
+    insert = functools.partial(decode.insert, options=options, mesh=mesh)
     # The base is no argument: outputs of a program are new arrays, so it would be copied.
     as_adapters = functools.partial(cast_adapters, options=options)
     return Programs(

@@ -46,10 +46,6 @@ class Rings:
         """Returns the page of a column in a slot's ring."""
         return 1 + self.prompts * self.of_prompt + ring * self.of_slot + column % self.of_slot
 
-    def prompt_table(self, row: Int[Array, " C"], width: int) -> Int[Array, "C width"]:
-        """Returns the pages of prompts, by column."""
-        return self.prompt_page(row[:, None], jnp.arange(width)[None])
-
     def slot_table(self, slots: Slots) -> Int[Array, "S width"]:
         """Returns the pages of slots, by column: whole pages of the prompt first, then a slot's own."""
         column = jnp.arange(slots.table.shape[1])[None]

@@ -213,7 +213,10 @@ class _Session:
         except GeneratorExit:  # broken off
             self._keep_begun()
             raise
-        self._finish()
+        self._close_all()
+        if any(scheduler.rows.closing.any() for scheduler in self.schedulers):
+            self._submit_window(None)  # it takes no step, and releases the last pages
+        self._return_state()
 
     def run_in_step(self) -> Generator[list[Response]]:
         """Does what `run` does where other processes decode too: all launch the same windows in the same order.
@@ -436,13 +439,6 @@ class _Session:
             # end, with nothing more to do in this iteration.
             self._close(sorted(self.prefetched))
         return verdicts or self._busy
-
-    def _finish(self) -> None:
-        """Closes all prompts, and has their pages released."""
-        self._close_all()
-        if any(scheduler.rows.closing.any() for scheduler in self.schedulers):
-            self._submit_window(None)  # it takes no step, and releases the last pages
-        self._return_state()
 
     def _close_all(self) -> None:
         """Closes all prompts, with the next window; RuntimeError if some were never opened."""

@@ -73,8 +73,3 @@ class Rows:
     def response(self, row: int) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
         """Returns tokens of a response so far and their log-probabilities, to be copied before the next window."""
         return self.tokens[row, : self.length[row]], self.logprobs[row, : self.length[row]]
-
-    def finish(self, row: int) -> Request:
-        """Frees an output row; returns the request that its response answers."""
-        self.free_output_rows.append(row)
-        return self.in_flight.pop(row)

@@ -244,12 +244,13 @@ class Scheduler:
 
     def cancel(self, requests: Collection[Request]) -> list[Request]:
         """Ends requests: returns those that never reached the device; others are answered after their next token."""
-        dropped = [request for request in self._ready if request in requests]
+        waiting = itertools.chain(self._ready, *self._unopened.values())
+        dropped = [request for request in waiting if request in requests]
         self._ready = collections.deque(request for request in self._ready if request not in requests)
         for prompt_id, waiting in list(self._unopened.items()):
-            dropped += [request for request in waiting if request in requests]
-            self._unopened[prompt_id] = [request for request in waiting if request not in requests]
-            if not self._unopened[prompt_id]:
+            if left := [request for request in waiting if request not in requests]:
+                self._unopened[prompt_id] = left
+            else:
                 del self._unopened[prompt_id]
         self._cancelled.update(requests)
         return dropped
@@ -308,12 +309,11 @@ class Scheduler:
         responses = []
         status = outputs.rows.status
         for row in np.flatnonzero(status != RUNNING).tolist():
-            request, truncated = self.rows.in_flight[row], status[row] == TRUNCATED
-            is_cut = truncated and self.rows.length[row] < self.rows.limit[row]  # it was cancelled
-            response = self._response(
-                row, policy_version, truncated=bool(truncated and not is_cut), is_cut=bool(is_cut)
-            )
-            self.rows.finish(row)
+            truncated = bool(status[row] == TRUNCATED)
+            is_cut = truncated and bool(self.rows.length[row] < self.rows.limit[row])  # it was cancelled
+            response = self._response(row, policy_version, truncated=truncated and not is_cut, is_cut=is_cut)
+            request = self.rows.in_flight.pop(row)
+            self.rows.free_output_rows.append(row)
             self._lengths.add(own_pages(len(request.prompt.tokens), len(response.tokens), self.options.page_size))
             responses.append(response)
             self._end_turn(row, request, response, outputs)
