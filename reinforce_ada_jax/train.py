@@ -93,7 +93,11 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
         with cli.user_input():
             folder, copy = stack.enter_context(local_copy.opened(workdir))
             if page is not None and processes.is_writer():
-                _show_page(folder, page, stack)
+                from reinforce_ada_jax.reporting import live
+
+                listener = live.listen(live.LOOPBACK, page)
+                print(f"page        {live.address_of(listener)}", flush=True)
+                stack.enter_context(live.in_a_process(folder, listener))  # it ends with this process
             inputs = startup.read_inputs(config, folder, load_evaluator)
             if inputs.components.only_draws:
                 rollouts = startup.start_drawing(inputs, folder, stack, copy)
@@ -107,15 +111,6 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
         host_log.add(outcome.message or "finished")
         ungraded = not_graded(folder)
     loop.end(outcome, workdir, "iteration", ungraded, compiles=True)
-
-
-def _show_page(workdir: pathlib.Path, port: int, stack: contextlib.ExitStack) -> None:
-    """Serves a live page of the run, in a process that ends with it, and says where."""
-    from reinforce_ada_jax.reporting import live
-
-    listener = live.listen(live.LOOPBACK, port)
-    print(f"page        {live.address_of(listener)}", flush=True)
-    stack.enter_context(live.in_a_process(workdir, listener))
 
 
 def dry_run(config: Config, workdir: pathlib.Path) -> None:

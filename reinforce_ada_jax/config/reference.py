@@ -77,9 +77,8 @@ def help_text(section: str = ALL) -> str:
         raise ValueError(f"there is no section {section!r}; sections are {', '.join(sections)}, or {ALL} of them.")
     lines = []
     for name, (meaning, members) in sections.items():
-        if section not in (ALL, name):
-            continue
-        lines += [f"\n{name}: {meaning}", *_described(members)]
+        if section in (ALL, name):
+            lines += [f"\n{name}: {meaning}", *_described(members)]
     return "\n".join(lines).strip("\n")
 
 
@@ -91,8 +90,7 @@ def page() -> str:
 
     parts = [INTRODUCTION]
     for name, (meaning, members) in _sections().items():
-        parts.append(f"\n## {name or 'The run'}\n")
-        parts.append(f"{meaning}\n")
+        parts.append(f"\n## {name or 'The run'}\n\n{meaning}\n")
         parts.append("| setting | default | meaning | allowed values and rules |\n|---|---|---|---|")
         parts += [
             f"| `{key}` | `{cell(repr(field.default))}` | {cell(field.metadata['text'])} | {cell(_bounds(field))} |"

@@ -82,14 +82,6 @@ def model_and_prompts_are_named(config: Config) -> None:
         raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
 
 
-def _check_paths(config: Config) -> None:
-    check_input("model.path", config.model.path)
-    check_source("data.prompts", config.data.prompts)
-    check_input("logging.compilation_cache", config.logging.compilation_cache)
-    for source in config.evaluation.benchmarks:
-        check_source("evaluation.benchmarks", source)
-
-
 def texts_belong_to_chat(config: Config) -> None:
     """system and instruction differ from their defaults with the template chat only, or are empty with plain."""
     data = config.data
@@ -456,7 +448,11 @@ def check(config: Config, *, trains: bool = True) -> Config:
     """
     for rule in FIRST if trains else ():
         rule(config)
-    _check_paths(config)
+    check_input("model.path", config.model.path)
+    check_source("data.prompts", config.data.prompts)
+    check_input("logging.compilation_cache", config.logging.compilation_cache)
+    for source in config.evaluation.benchmarks:
+        check_source("evaluation.benchmarks", source)
     check_values(config)
     check_collection(config.collection)
     for rule in RULES:

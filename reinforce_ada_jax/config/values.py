@@ -15,16 +15,8 @@ DECODE_DTYPES = ("model", "int8")
 OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
 OVERLAPS = ("none", "finish", "in_flight")
 REWARDS = (
-    "cipher",
-    "math",
-    "minerva",
-    "gsm8k",
-    "reference",
-    "reference_evaluation",
-    "reference_minerva",
-    "code",
-    "judge",
-)
+    "cipher", "math", "minerva", "gsm8k", "reference", "reference_evaluation", "reference_minerva", "code", "judge",
+)  # fmt: skip
 # The data sets that the paper evaluates (hf:weqweasdas/NAME) are graded by its rules, files by ours.
 DEFAULT_GRADERS = (
     "minerva_math=minerva",

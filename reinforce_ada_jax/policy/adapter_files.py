@@ -4,7 +4,6 @@ import hashlib
 import math
 import pathlib
 import struct
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -77,25 +76,6 @@ def peft_tensors(architecture: Architecture, adapters: Params, lora: Lora) -> di
     return tensors
 
 
-def peft_config(lora: Lora, base: str) -> dict[str, Any]:
-    """Returns the content of `adapter_config.json`."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": list(lora.targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "inference_mode": True,
-    }
-
-
 def save(
     folder: str | pathlib.Path, architecture: Architecture, adapters: Params, lora: Lora, *, base: pathlib.Path
 ) -> None:
@@ -110,8 +90,14 @@ def save(
     if not processes.is_writer():
         return
     with weight_files.new_folder(pathlib.Path(folder).absolute()) as partial:
-        named = hub_models.repository(base) or str(base.absolute())
-        weight_files.write_json(partial / CONFIG, peft_config(lora, named))
+        config = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": hub_models.repository(base) or str(base.absolute()),
+            "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets), "lora_dropout": 0.0,
+            "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "use_dora": False, "modules_to_save": None,
+            "inference_mode": True,
+        }  # fmt: skip
+        weight_files.write_json(partial / CONFIG, config)
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
 
 

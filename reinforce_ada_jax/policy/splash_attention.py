@@ -30,11 +30,6 @@ def block_size(tokens: int) -> int:
     return next(block for block in BLOCKS if padded_length(tokens) % block == 0)
 
 
-def _padded_head(size: int) -> int:
-    """Returns the columns of a head as the kernels take it: 64, or a multiple of 128 lanes."""
-    return 64 if size <= 64 else -(-size // 128) * 128
-
-
 def _kernels(length: int, num_heads: int, window: int, context: int, interpret: bool) -> list[Any]:
     """Returns kernels for rows of `context` parts of `length` tokens: one without the window, and one with it, if any.
 
@@ -74,7 +69,8 @@ def _local(
     # The kernels know no scale. Zero columns change no score, and a row's added positions come after all others; a part
     # has none.
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)
-    padding = (0, 0), (0, padded_length(length) - length), (0, 0), (0, _padded_head(head_dim) - head_dim)
+    columns = 64 if head_dim <= 64 else -(-head_dim // 128) * 128  # of a head, as the kernels take it
+    padding = (0, 0), (0, padded_length(length) - length), (0, 0), (0, columns - head_dim)
     key, value = mesh_lib.all_parts(key, context), mesh_lib.all_parts(value, context)
     query, key, value = (jnp.pad(x, padding).swapaxes(1, 2) for x in (query, key, value))
     ids = None
