@@ -28,6 +28,8 @@ NO_SUCCESS = (-1, 0)
 # Pass rates followed together; bounds the memory that 100,000 distinct ones take.
 BLOCK = 512
 
+Rates = Float[np.ndarray, " P"]  # or another number for each pass rate
+
 PROMPT = Prompt("simulated", problem="", answer="", tokens=np.zeros(1, np.int32))
 _RESPONSE = Response(PROMPT.id, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), truncated=False)
 _WRONG, _CORRECT = Verdict(correct=False, reward=0.0), Verdict(correct=True, reward=1.0)
@@ -62,28 +64,28 @@ class Expectations:
     and wrong responses are weighed by their `noise`. In a large policy it is most of the noise.
     """
 
-    pass_rates: Float[np.ndarray, " P"]
-    draws: Float[np.ndarray, " P"]  # expected responses per prompt
-    draws_std: Float[np.ndarray, " P"]  # their standard deviation between prompts
-    rounds: Float[np.ndarray, " P"]  # expected rounds
-    unmet: Float[np.ndarray, " P"]  # probability that the stopping rule is not met
-    zero_signal: Float[np.ndarray, " P"]  # probability that every advantage is 0, or that nothing is kept
-    zero_variance: Float[np.ndarray, " P"]  # probability that the whole pool is correct, or all of it wrong
-    kept_correct: Float[np.ndarray, " P"]  # expected correct responses that reach the update
-    kept_wrong: Float[np.ndarray, " P"]  # expected wrong ones
-    pool_mean: Float[np.ndarray, " P"]  # expected mean of the pool, which the stopping rule biases
-    signal: Float[np.ndarray, " P"]  # expected weight of grad p in the update (see `expectations`); nan at p = 0 and 1
-    relative_signal: Float[np.ndarray, " P"]  # signal / f'(p) of the objective E[f(p)]; 1 where the update is unbiased
-    variance: Float[np.ndarray, " P"]  # Var(g) / E[g]^2
-    variance_draws: Float[np.ndarray, " P"]  # `variance` * `draws`
-    score_noise: Float[np.ndarray, " P"]  # E[sum of a_i^2] / signal^2
+    pass_rates: Rates
+    draws: Rates  # expected responses per prompt
+    draws_std: Rates  # their standard deviation between prompts
+    rounds: Rates  # expected rounds
+    unmet: Rates  # probability that the stopping rule is not met
+    zero_signal: Rates  # probability that every advantage is 0, or that nothing is kept
+    zero_variance: Rates  # probability that the whole pool is correct, or all of it wrong
+    kept_correct: Rates  # expected correct responses that reach the update
+    kept_wrong: Rates  # expected wrong ones
+    pool_mean: Rates  # expected mean of the pool, which the stopping rule biases
+    signal: Rates  # expected weight of grad p in the update (see `expectations`); nan at p = 0 and 1
+    relative_signal: Rates  # signal / f'(p) of the objective E[f(p)]; 1 where the update is unbiased
+    variance: Rates  # Var(g) / E[g]^2
+    variance_draws: Rates  # `variance` * `draws`
+    score_noise: Rates  # E[sum of a_i^2] / signal^2
     rows: float  # mean number of kept responses over the P prompts
 
 
 # ---- final states ----------------------------------------------------------------------------------------------------
 
 
-def binomial(size: int, p: Float[np.ndarray, " P"]) -> Float[np.ndarray, "K P"]:
+def binomial(size: int, p: Rates) -> Float[np.ndarray, "K P"]:
     """Returns the probabilities of 0 to `size` correct draws, built draw by draw: nothing overflows or cancels."""
     probability = np.zeros((size + 1, len(p)))
     probability[0] = 1.0
@@ -94,7 +96,7 @@ def binomial(size: int, p: Float[np.ndarray, " P"]) -> Float[np.ndarray, "K P"]:
 
 
 def outcomes(
-    strategy: Strategy, pass_rates: Float[np.ndarray, " P"], estimate: float | None = None, planned: int | None = None
+    strategy: Strategy, pass_rates: Rates, estimate: float | None = None, planned: int | None = None
 ) -> Outcomes:
     """Returns the distribution of the states (`Outcomes`) with which a prompt of each pass rate ends.
 
@@ -138,7 +140,7 @@ def outcomes(
     return Outcomes(rounds_of, drawn_of, correct_of, first_of, hits_of, np.array(probabilities), cut)
 
 
-def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> Int[np.ndarray, " P"] | None:
+def planned_draws(strategy: Strategy, pass_rates: Rates) -> Int[np.ndarray, " P"] | None:
     """Returns the draws that a strategy plans for prompts whose estimates are exact; None where it does not plan."""
     if strategy.plan is None:
         return None
@@ -208,7 +210,7 @@ def terms_by_state(
     return terms
 
 
-def _mean(ends: Outcomes, values: np.ndarray) -> Float[np.ndarray, " P"]:
+def _mean(ends: Outcomes, values: np.ndarray) -> Rates:
     """Returns the mean of a number per state at each pass rate."""
     # The differences from the first value are averaged, so that equal values are their own mean to the last bit.
     values = np.asarray(values, np.float64)
@@ -216,12 +218,8 @@ def _mean(ends: Outcomes, values: np.ndarray) -> Float[np.ndarray, " P"]:
 
 
 def _block(
-    strategy: Strategy,
-    pass_rates: Float[np.ndarray, " P"],
-    estimate: float | None,
-    planned: int | None,
-    noise: ScoreNoise,
-) -> dict[str, Float[np.ndarray, " P"]]:
+    strategy: Strategy, pass_rates: Rates, estimate: float | None, planned: int | None, noise: ScoreNoise
+) -> dict[str, Rates]:
     """Returns the columns of `Expectations` at some pass rates, and three numbers on the kept responses.
 
     These are mean and variance of the sum of A_i (r_i - p), and the mean of the sum of A_i^2.
@@ -255,7 +253,7 @@ def _block(
 
 
 def expectations(
-    config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"], noise: ScoreNoise = EQUAL_NOISE
+    config: StrategyConfig, pass_rates: Sequence[float] | Rates, noise: ScoreNoise = EQUAL_NOISE
 ) -> Expectations:
     """Computes the expected results of a strategy for prompts of the given pass rates.
 
@@ -330,7 +328,7 @@ def progress(found: Expectations) -> tuple[float, float]:
     return of_p, of_log
 
 
-def check_pass_rates(pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
+def check_pass_rates(pass_rates: Sequence[float] | Rates) -> Rates:
     """Returns `pass_rates` as an array; ValueError where there is none, or one is outside [0, 1]."""
     pass_rates = np.asarray(pass_rates, np.float64)
     if pass_rates.ndim != 1 or not pass_rates.size or not ((pass_rates >= 0) & (pass_rates <= 1)).all():

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
+from reinforce_ada_jax.analysis.enumeration import Rates
 from reinforce_ada_jax.reporting.panels import Curve, Panel
 
 
@@ -37,18 +37,13 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in _aligned(header, ["---:"] * len(header), *rows))
 
 
-def rate_table(pass_rates: Float[np.ndarray, " P"], columns: Mapping[str, Float[np.ndarray, " P"]]) -> str:
+def rate_table(pass_rates: Rates, columns: Mapping[str, Rates]) -> str:
     """Returns a table with one line per pass rate."""
     cells = [[number(x) for x in column] for column in columns.values()]
     return table(["pass rate", *columns], list(zip([f"{rate:.4f}" for rate in pass_rates], *cells, strict=True)))
 
 
-def rate_panel(
-    title: str,
-    pass_rates: Float[np.ndarray, " P"],
-    values: Mapping[str, Float[np.ndarray, " P"]],
-    y_scale: str = "linear",
-) -> Panel:
+def rate_panel(title: str, pass_rates: Rates, values: Mapping[str, Rates], y_scale: str = "linear") -> Panel:
     """Returns a panel over pass rates, in logits where none of them is 0 or 1."""
     x_scale = "logit" if ((pass_rates > 0) & (pass_rates < 1)).all() else "linear"
     curves = [Curve(entry, style, pass_rates, y) for style, (entry, y) in enumerate(values.items())]

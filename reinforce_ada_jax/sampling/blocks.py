@@ -28,6 +28,11 @@ GROUPS = 8
 # Blocks of a group. More of them need more noise, fewer of them more tokens gathered one by one.
 STRIDE = 512
 
+Logprobs = Float[Array, "S V"]
+Keys = UInt32[Array, "S 2"]  # from `token.draw_keys`
+Places = Int[Array, " S"]  # of the new tokens within their responses, from 0
+Drawn = tuple[Int[Array, " S"], Float[Array, " S"]]  # tokens, and their log-probabilities
+
 
 class Blocks(NamedTuple):
     """Partition of a vocabulary: into groups of equal size, and of each group into `stride` blocks.
@@ -64,7 +69,7 @@ def first_largest(scores: Float[Array, "S V"]) -> Int[Array, " S"]:
     return jnp.min(jnp.where(is_largest, place, scores.shape[-1] - 1), axis=-1)
 
 
-def gumbel(keys: UInt32[Array, "S 2"], positions: Int[Array, " S"], size: int) -> Float[Array, "S size"]:
+def gumbel(keys: Keys, positions: Places, size: int) -> Float[Array, "S size"]:
     """Returns independent noise of each draw and position."""
 
     def of_row(key_data, position):
@@ -74,7 +79,7 @@ def gumbel(keys: UInt32[Array, "S 2"], positions: Int[Array, " S"], size: int) -
     return jax.vmap(of_row)(keys, positions)
 
 
-def masses(logprobs: Float[Array, "S V"], blocks: Blocks) -> Float[Array, "S blocks"]:
+def masses(logprobs: Logprobs, blocks: Blocks) -> Float[Array, "S blocks"]:
     """Returns the probability of each block of some whole groups, added in the order of tokens."""
     groups = []
     for start in range(0, logprobs.shape[1], blocks.group_size):
@@ -85,17 +90,11 @@ def masses(logprobs: Float[Array, "S V"], blocks: Blocks) -> Float[Array, "S blo
     return jnp.concatenate(groups, axis=1)
 
 
-def sample(
-    logprobs: Float[Array, "S V"],
-    keys: UInt32[Array, "S 2"],
-    positions: Int[Array, " S"],
-    blocks: Blocks,
-    mesh: Mesh | None = None,
-) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+def sample(logprobs: Logprobs, keys: Keys, positions: Places, blocks: Blocks, mesh: Mesh | None = None) -> Drawn:
     """Samples a token of each row; also returns its log-probability.
 
-    Log-probabilities are normalised; those below log 1e-38 count as -inf. Keys are from `token.draw_keys`, positions
-    those of the new tokens within their responses. With `mesh` the vocabulary is split over `tensor`.
+    Log-probabilities are normalised; those below log 1e-38 count as -inf. With `mesh` the vocabulary is split over
+    `tensor`.
     """
     num_devices = 1 if mesh is None else mesh.shape["tensor"]
     if blocks.groups % num_devices:  # left to the compiler
@@ -128,9 +127,7 @@ def sample(
     return jnp.minimum(tokens, logprobs.shape[1] - 1), chosen
 
 
-def _best_of_devices(
-    score: Float[Array, " S"], token: Int[Array, " S"], logprob: Float[Array, " S"]
-) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+def _best_of_devices(score: Float[Array, " S"], token: Int[Array, " S"], logprob: Float[Array, " S"]) -> Drawn:
     """Returns token and log-probability of the largest score along `tensor`, after one transfer."""
     # A token is less than 2**24, so that float32 holds it.
     candidate = jnp.stack([score, token.astype(jnp.float32), logprob])

@@ -27,6 +27,10 @@ DRAFTS = 3
 # Smaller weights stay in a CPU's caches, and each row then costs the same.
 LEAST_WEIGHT_BYTES = 2**25
 
+# One for each guess of each slot.
+Flags = Bool[ArrayLike, "S drafts"]
+Numbers = Int[ArrayLike, "S drafts"]
+
 
 def with_drafts(options: EngineOptions, architecture: Architecture, drafts: int | None, platform: str) -> EngineOptions:
     """Returns the options of an engine that guesses at most `drafts` tokens for a slot; None: where that pays.
@@ -59,7 +63,7 @@ def recent(counts: Int[ArrayLike, "R 2"]) -> Int[ArrayLike, "R 2"]:
     return counts >> (counts[:, :1] >= RECENT).astype(counts.dtype)
 
 
-def chances(counts: Int[ArrayLike, "S 2"], num_drafts: int) -> Int[ArrayLike, "S drafts"]:
+def chances(counts: Int[ArrayLike, "S 2"], num_drafts: int) -> Numbers:
     """Returns the chances, of `CERTAIN`, that a slot's first guess is right, its first two are, and so on.
 
     `counts` are the recent guesses for the slot's prompt, and the right ones of them. Guesses are counted whether they
@@ -73,12 +77,8 @@ def chances(counts: Int[ArrayLike, "S 2"], num_drafts: int) -> Int[ArrayLike, "S
 
 
 def choose(
-    fits: Bool[ArrayLike, "S drafts"],
-    chance: Int[ArrayLike, "S drafts"],
-    slots: Slots,
-    options: EngineOptions,
-    sizes: Sequence[int],
-) -> tuple[Bool[ArrayLike, "S drafts"], Int[ArrayLike, ""]]:
+    fits: Flags, chance: Numbers, slots: Slots, options: EngineOptions, sizes: Sequence[int]
+) -> tuple[Flags, Int[ArrayLike, ""]]:
     """Chooses the guesses with which a step makes the most tokens per time; returns them and the step's rows.
 
     The unit of time is one reading of the weights. A step takes 1, plus `row_time` for each of its rows, used or not,

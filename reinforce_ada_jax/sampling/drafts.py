@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from reinforce_ada_jax.sampling import draft_choice
+from reinforce_ada_jax.sampling.draft_choice import Flags, Numbers
 from reinforce_ada_jax.sampling.pages import ArrayLike
 from reinforce_ada_jax.sampling.state import DecodeState, Drafts, EngineOptions, OpenedPrompts, Slots
 
@@ -57,7 +58,7 @@ def guess(
     response: Int[ArrayLike, "S max_response"],
     count: Int[ArrayLike, " S"],
     num_drafts: int,
-) -> Int[ArrayLike, "S drafts"]:
+) -> Numbers:
     """Returns tokens that may follow each response, up to the first `NONE`.
 
     The last two tokens are searched in the text; the guesses follow the match nearest to the response's own place.
@@ -97,7 +98,7 @@ def guess(
     return jnp.where(~in_text.any(1, keepdims=True) & (latest >= 0), repeated, known)
 
 
-def verifiable(guessed: Int[ArrayLike, "S drafts"], slots: Slots, page_size: int) -> Bool[ArrayLike, "S drafts"]:
+def verifiable(guessed: Numbers, slots: Slots, page_size: int) -> Flags:
     """Returns the guesses that can be verified: the first ones of each active slot.
 
     A draft takes no page: it is verified where its slot holds one already, and before the response's last token.
@@ -109,23 +110,13 @@ def verifiable(guessed: Int[ArrayLike, "S drafts"], slots: Slots, page_size: int
     return jnp.cumsum(~fits, axis=1) == 0
 
 
-def accepted(
-    guessed: Int[ArrayLike, "S drafts"],
-    chosen: Bool[ArrayLike, "S drafts"],
-    tokens: Int[ArrayLike, "S drafts"],
-    stopped: Bool[ArrayLike, "S drafts"],
-) -> Int[ArrayLike, " S"]:
+def accepted(guessed: Numbers, chosen: Flags, tokens: Numbers, stopped: Flags) -> Int[ArrayLike, " S"]:
     """Returns how many of the chosen guesses are the tokens drawn in their places; none after a stop token."""
     right = chosen & (guessed == tokens) & ~stopped
     return jnp.sum(jnp.cumsum(~right, axis=1) == 0, axis=1, dtype=jnp.int32)
 
 
-def num_compared(
-    guessed: Int[ArrayLike, "S drafts"],
-    chosen: Bool[ArrayLike, "S drafts"],
-    tokens: Int[ArrayLike, "S drafts"],
-    stopped: Bool[ArrayLike, "S drafts"],
-) -> Int[ArrayLike, "S 2"]:
+def num_compared(guessed: Numbers, chosen: Flags, tokens: Numbers, stopped: Flags) -> Int[ArrayLike, "S 2"]:
     """Returns how many guesses the tokens drawn confirm or refute, and how many they confirm.
 
     The first guess of a slot is compared without a row, too: so it is known when guesses begin to be right.

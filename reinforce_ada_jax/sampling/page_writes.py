@@ -17,16 +17,12 @@ from reinforce_ada_jax.sampling.state import Prefix
 
 WHOLE, BY_HEAD = PartitionSpec(), PartitionSpec("tensor")
 
+New = Float[Array, "S K H"]  # keys (or values) of one token of every slot
+Places = Int[Array, " S"]
 
-def write_tokens(
-    pools: Pools,
-    keys: Float[Array, "S K H"],
-    values: Float[Array, "S K H"],
-    page: Int[Array, " S"],
-    offset: Int[Array, " S"],
-    mesh: Mesh | None = None,
-) -> Pools:
-    """Puts the key and the value of one token of every slot at (page, offset); tokens may share a page."""
+
+def write_tokens(pools: Pools, keys: New, values: New, page: Places, offset: Places, mesh: Mesh | None = None) -> Pools:
+    """Puts keys and values at (page, offset); tokens may share a page."""
 
     def write(pools, keys, values, page, offset):
         return write_token(pools[0], keys, page, offset), write_token(pools[1], values, page, offset)
@@ -36,8 +32,8 @@ def write_tokens(
     return write(pools, keys, values, page, offset)
 
 
-def write_token(pages: Pages, new: Float[Array, "S K H"], page: Int[Array, " S"], offset: Int[Array, " S"]) -> Pages:
-    """Puts one token's keys (or values) of every slot at (page, offset); tokens may share a page.
+def write_token(pages: Pages, new: New, page: Places, offset: Places) -> Pages:
+    """Puts keys (or values) at (page, offset); tokens may share a page.
 
     All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool. Scales are written as rows
     of a page, after the new token's scale is set to 0: XLA for TPUs would transpose all scales to write single numbers.

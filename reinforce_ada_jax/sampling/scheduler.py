@@ -185,10 +185,9 @@ class Scheduler:
                 self._close_prompt(prompt_id)
                 return True
         free = [next_id for next_id, turn in self.rows.parked.items() if parked and turn.row not in in_use]
-        for next_id in sorted(free, key=lambda next_id: next_id in self._unopened):
-            self._close_parked(next_id)
-            return True
-        return False
+        if free:
+            self._close_parked(min(free, key=lambda next_id: next_id in self._unopened))
+        return bool(free)
 
     def _end_turn(self, output_row: int, request: Request, response: Response, outputs: WindowOutputs) -> None:
         """Records a turn that the window has parked, and closes a prompt that no other request can have."""

@@ -412,10 +412,8 @@ def empty_state(o: EngineOptions, architecture: Architecture, total_pages: int) 
         )
     routes = None
     if o.records_experts:
-        of_responses, of_prompts = (
-            experts.empty_record(architecture, *shape)
-            for shape in ((o.output_rows, o.most_new_tokens), (o.most_prefilled,))
-        )
+        of_responses = experts.empty_record(architecture, o.output_rows, o.most_new_tokens)
+        of_prompts = experts.empty_record(architecture, o.most_prefilled)
         place = jnp.zeros(o.most_prefilled, jnp.int32)
         routes = Routes(jnp.asarray(of_responses), jnp.asarray(of_prompts), place, place, zero)
     return DecodeState(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import distribution
 from reinforce_ada_jax.sampling import blocks as blocks_lib
-from reinforce_ada_jax.sampling.blocks import Blocks, first_largest, gumbel
+from reinforce_ada_jax.sampling.blocks import Blocks, Drawn, Keys, Logprobs, Places, first_largest, gumbel
 from reinforce_ada_jax.sampling.state import Sampling
 
 # Rows whose noise is computed at a time: on CPUs they stay in a core's own cache.
@@ -44,14 +44,12 @@ def draw_keys(seed: Int[Array, ""] | int, addresses: UInt32[Array | np.ndarray, 
     return jax.lax.scan(lambda keys, words: (fold(keys, words), None), first, addresses.T)[0]
 
 
-def perturbed_scores(
-    logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"]
-) -> Float[Array, "S V"]:
+def perturbed_scores(logprobs: Logprobs, keys: Keys, positions: Places) -> Float[Array, "S V"]:
     """Returns log pi + Gumbel noise of this draw and position; the argmax is a sample of pi."""
     return logprobs + gumbel(keys, positions, logprobs.shape[1])
 
 
-def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"]) -> Float[Array, "S V"]:
+def truncated(logprobs: Logprobs, top_k: Int[Array, " S"], top_p: Float[Array, " S"]) -> Float[Array, "S V"]:
     """Sets to -inf all but the `top_k` most probable tokens, and of these all but the smallest set that holds `top_p`.
 
     The order is that of `transformers`: temperature, then k, then p of what k left. The most probable token always
@@ -75,21 +73,21 @@ def next_logprobs(logits: Float[Array, "S V"], temperature: Float[Array, " S"]) 
 
 
 def sample(
-    logprobs: Float[Array, "S V"],
-    keys: UInt32[Array, "S 2"],
-    positions: Int[Array, " S"],
+    logprobs: Logprobs,
+    keys: Keys,
+    positions: Places,
     sampling: Sampling,
     count: Int[Array, ""] | int | None = None,
     at_a_time: int = ROWS,
     mesh: Mesh | None = None,
     blocks: Blocks | None = None,
-) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+) -> Drawn:
     """Samples one token for each of the first `count` slots; also returns its untruncated log-probability.
 
-    Log-probabilities are those of `next_logprobs`, keys those of `draw_keys`; `positions` are the indices of the new
-    tokens within their responses, from 0. Temperature 0 takes the most probable token. A loop takes `at_a_time` slots
-    and ends after the first `count` (None: all); results of other slots may be anything. With `mesh` the vocabulary is
-    split over `tensor`. With `blocks`, by default those of a large vocabulary, it is sampled in two levels (blocks.py).
+    Log-probabilities are those of `next_logprobs`. Temperature 0 takes the most probable token. A loop takes
+    `at_a_time` slots and ends after the first `count` (None: all); results of other slots may be anything. With `mesh`
+    the vocabulary is split over `tensor`. With `blocks`, by default those of a large vocabulary, it is sampled in two
+    levels (blocks.py).
     """
     num_slots, vocabulary = logprobs.shape
     rows = min(at_a_time, num_slots)
@@ -124,9 +122,7 @@ def _is_cut(sampling: Sampling) -> Bool[Array, " S"]:
     return (sampling.top_k > 0) | (sampling.top_p < 1)
 
 
-def _sample_rows(
-    logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"], sampling: Sampling
-) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+def _sample_rows(logprobs: Logprobs, keys: Keys, positions: Places, sampling: Sampling) -> Drawn:
     # Sorting a vocabulary is expensive; training never does.
     allowed = jax.lax.cond(
         jnp.any(_is_cut(sampling)), lambda: truncated(logprobs, sampling.top_k, sampling.top_p), lambda: logprobs
@@ -138,14 +134,14 @@ def _sample_rows(
 
 
 def _sample_in_two_levels(
-    logprobs: Float[Array, "S V"],
-    keys: UInt32[Array, "S 2"],
-    positions: Int[Array, " S"],
+    logprobs: Logprobs,
+    keys: Keys,
+    positions: Places,
     sampling: Sampling,
     at_a_time: int,
     mesh: Mesh | None,
     blocks: Blocks,
-) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+) -> Drawn:
     """Samples in two levels where nothing is cut and the temperature is not 0, and else in one."""
     # The number of rows is fixed, and nothing outside is fused: rounding must not depend on the number of slots.
     more = max(0, at_a_time - len(positions))
