@@ -272,15 +272,14 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if match is None or alias is None:
             result.append(argument)
             continue
-        if refusal := _refusal(match[1], match[2], alias):
+        name, value = match.groups()
+        if refusal := _refusal(name, value, alias):
             refused.append(refusal)
             continue
-        settings = [
-            each for each in _settings(*match.groups()) if given.get(each.partition("=")[0], match[1]) == match[1]
-        ]
+        settings = [each for each in _settings(name, value) if given.get(each.partition("=")[0], name) == name]
         result += [f"--config.{setting}" for setting in settings]
         what = " and ".join(settings) or "nothing, other flags set all of it"
-        notes.append(f"{match[1]} of {alias.libraries} is {what} here. {alias.note}".strip())
+        notes.append(f"{name} of {alias.libraries} is {what} here. {alias.note}".strip())
     if refused:
         raise ValueError("\n".join(dict.fromkeys(refused)))
     return result, notes

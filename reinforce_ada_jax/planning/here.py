@@ -24,9 +24,8 @@ def product_seconds(rows: int, columns: int, dtype: str) -> float:
     left, right = jnp.ones((rows, columns), dtype), jnp.ones((columns, WEIGHTS // columns), dtype)
     # Sums are float32, as in the policy: on CPUs a result in bfloat16 would take another, slower product.
     product = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
-    taken = timeit.repeat(
-        lambda: product(left, right).block_until_ready(), number=1, repeat=4
-    )  # the first one compiles
+    # The first one compiles.
+    taken = timeit.repeat(lambda: product(left, right).block_until_ready(), number=1, repeat=4)
     return min(taken) / right.size
 
 

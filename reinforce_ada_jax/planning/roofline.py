@@ -136,11 +136,9 @@ def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens:
     matrices, adapters = a.num_layers * a.layer_weights(active=True), _adapter_weights(a, o)
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * seen_tokens(a, prompt_tokens)
     positions = o.prefill_tokens
-    weights = (
-        a.num_layers * a.layer_weights() * _weight_itemsize(o.dtype, o.weight_dtype)
-        + adapters * jnp.dtype(o.dtype).itemsize
-    )
-    size = weights + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
+    size = a.num_layers * a.layer_weights() * _weight_itemsize(o.dtype, o.weight_dtype)
+    size += adapters * jnp.dtype(o.dtype).itemsize
+    size += positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     return ProgramCost(positions * (2 * (matrices + adapters) + attention) / tensor, size / tensor)
 
 

@@ -104,11 +104,8 @@ class Architecture:
             return attention + 3 * self.hidden_size * self.ffn_size
         experts = self.experts_per_token if active else self.num_experts
         biases = 2 * self.expert_size + self.hidden_size if self.expert_limit else 0
-        return (
-            attention
-            + self.hidden_size * self.num_experts
-            + experts * (3 * self.hidden_size * self.expert_size + biases)
-        )
+        router = self.hidden_size * self.num_experts
+        return attention + router + experts * (3 * self.hidden_size * self.expert_size + biases)
 
     @property
     def num_parameters(self) -> int:

@@ -10,8 +10,8 @@ import sys
 
 from reinforce_ada_jax.policy.huggingface import TOKENIZER_FILES
 
-FILES = ("*.safetensors", "*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json")))
-OTHERS = ("*/*", "consolidated*")  # folders with copies for other programs, and a second copy of the weights
+FILES = ["*.safetensors", "*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json"))]
+OTHERS = ["*/*", "consolidated*"]  # folders with copies for other programs, and a second copy of the weights
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?:@[\w./-]{1,95})?")
 _REPOSITORY = "models--"
 
@@ -44,9 +44,7 @@ def fetch(path: str) -> pathlib.Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        folder = snapshot_download(
-            name, revision=revision or None, allow_patterns=list(FILES), ignore_patterns=list(OTHERS)
-        )
+        folder = snapshot_download(name, revision=revision or None, allow_patterns=FILES, ignore_patterns=OTHERS)
     except Exception as error:  # its errors and those of its HTTP client, which have no class in common
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the disk

@@ -153,7 +153,6 @@ class FollowedRuns:
         sampled = [responses for _, responses in found]
         if any(each.rows for each in sampled):
             answer["responses"] = page.response_data(sampled)
-        cut = [
-            (run.name, each) for run, each in zip(self.runs, sampled, strict=True) if len(each.rows) < each.responses
-        ]
-        return answer | ({"shown": [samples.description(name, each) for name, each in cut]} if cut else {})
+        of_runs = zip(self.runs, sampled, strict=True)
+        cut = [samples.description(run.name, each) for run, each in of_runs if len(each.rows) < each.responses]
+        return answer | ({"shown": cut} if cut else {})

@@ -120,9 +120,8 @@ def sample(logprobs: Logprobs, keys: Keys, positions: Places, blocks: Blocks, me
         return candidate if num_devices == 1 else _best_of_devices(jnp.max(scores, axis=1), *candidate)
 
     columns, whole = PartitionSpec(None, "tensor"), PartitionSpec()
-    tokens, chosen = on_own_part(of_own_groups, mesh, in_specs=(columns, whole, whole), out_specs=whole)(
-        logprobs, keys, positions
-    )
+    draw = on_own_part(of_own_groups, mesh, in_specs=(columns, whole, whole), out_specs=whole)
+    tokens, chosen = draw(logprobs, keys, positions)
     # A token is beyond the vocabulary only if no log-probability is a number.
     return jnp.minimum(tokens, logprobs.shape[1] - 1), chosen
 

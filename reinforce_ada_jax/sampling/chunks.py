@@ -4,6 +4,7 @@ A chunk may hold the end of one prompt, several whole ones and the beginning of 
 written before any of its queries reads, so a token sees those before it, in the chunk and in the cache alike.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -205,9 +206,7 @@ def prefill_chunk(
     def attend(query, key, value, layer, pools):
         first, (table, page, visible) = layout.first_page(layer), of_pool
         if of_rings is not None:
-            table, page, visible = jax.tree.map(
-                lambda ring, pool: _choose_padded(layer.slides, ring, pool), of_rings, of_pool
-            )
+            table, page, visible = jax.tree.map(functools.partial(_choose_padded, layer.slides), of_rings, of_pool)
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, chunk.position % page_size, mesh)
         if backend == "invariant":  # as in decoding
             mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend, layer=layer)

@@ -7,6 +7,7 @@ Backends are chosen by name (`BACKENDS`). `jnp` runs on any device; the kernels 
 pallas_attention.py. All of them read live pages only: those that hold tokens of active slots.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -142,15 +143,15 @@ def _live_pages(query, key_pages, value_pages, lengths, table, softmax):
     grouped = pad_head_dim(query * head_dim**-0.5, key_pages)
     grouped = grouped.reshape(num_slots, kv_heads, group, padded_dim).swapaxes(0, 1)
 
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
     def one_batch(index, partial):
         def these(row):
             return jax.lax.dynamic_slice(row, (index * at_a_time,), (at_a_time,))
 
         pages = these(page)
         keys, values = (jax.tree.map(lambda x: x[:, pages], pool) for pool in (key_pages, value_pages))
-        scores = jnp.einsum(
-            "KCGH,KCTH->KCGT", grouped[:, these(slot)], numbers(keys, dtype), preferred_element_type=jnp.float32
-        )
+        scores = product("KCGH,KCTH->KCGT", grouped[:, these(slot)], numbers(keys, dtype))
         if isinstance(keys, Quantized):
             scores = scores * keys.scale
         seen = jnp.arange(page_size)[None] < these(tokens)[:, None]
@@ -161,9 +162,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table, softmax):
         largest = jnp.maximum(scores.max(-1), jnp.finfo(jnp.float32).min)
         weights = jnp.exp(scores - largest[..., None])
         scaled = weights * values.scale if isinstance(values, Quantized) else weights
-        mixed = jnp.einsum(
-            "KCGT,KCTH->KCGH", scaled.astype(dtype), numbers(values, dtype), preferred_element_type=jnp.float32
-        )
+        mixed = product("KCGT,KCTH->KCGH", scaled.astype(dtype), numbers(values, dtype))
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(whole, new, index * at_a_time, axis=1)
             for whole, new in zip(partial, (largest, weights.sum(-1), mixed), strict=True)

@@ -90,6 +90,7 @@ def sample(
     levels (blocks.py).
     """
     num_slots, vocabulary = logprobs.shape
+    arguments = logprobs, keys, positions, sampling
     rows = min(at_a_time, num_slots)
     if blocks is None and vocabulary > blocks_lib.LARGEST_IN_ONE_LEVEL:
         blocks = blocks_lib.split(vocabulary)
@@ -98,15 +99,13 @@ def sample(
         sample_rows = functools.partial(_sample_in_two_levels, at_a_time=at_a_time, mesh=mesh, blocks=blocks)
     if blocks is not None and rows == num_slots:
         # Without a loop: XLA for TPUs would move single slices out of its body, which is the same in each iteration.
-        sampled = sample_rows(logprobs, keys, positions, sampling)
+        sampled = sample_rows(*arguments)
         wanted = jnp.arange(num_slots) < (num_slots if count is None else count)
         return jax.tree.map(lambda x: jnp.where(wanted, x, 0), sampled)
 
     def some_rows(index, sampled):
         start = jnp.minimum(index * rows, num_slots - rows)
-        chosen = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, start, rows), (logprobs, keys, positions, sampling)
-        )
+        chosen = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, rows), arguments)
         return jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_slice_in_dim(whole, new, start, axis=0),
             sampled, sample_rows(*chosen),
