@@ -48,9 +48,7 @@ def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:
     if path.exists() and path.is_dir() != folder:
         found, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise ValueError(f"{name} is {str(path)!r}, which is a {found}: name another path, of a {wanted}.")
-    above = path.absolute() if path.exists() else path.absolute().parent
-    while not above.exists() and above != above.parent:
-        above = above.parent
+    above = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     if not (path.exists() or above.is_dir()):
         raise ValueError(f"{name} is {str(path)!r}, but {str(above)!r} is a file: name another path.")
     try:  # permissions alone do not tell: root may write everywhere, and nothing can be made in /proc

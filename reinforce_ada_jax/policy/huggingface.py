@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,12 +28,9 @@ from reinforce_ada_jax.policy import gguf_files, mxfp4, transformer, weight_file
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
 from reinforce_ada_jax.policy.tensor_table import joined, parts, stored
 
-# Where the text part of an image model (Gemma 3 4B and larger) has other names, and what it has beside it.
-TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
+# How names begin in the text part of an image model (Gemma 3 4B and larger), in place of "model." or "lm_head."; and
+# names that it has beside it.
+IMAGE_TEXT = re.compile(r"(?:language_model\.(model|lm_head)|(model)\.language_model)\.")
 IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -104,14 +102,12 @@ def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Heade
 
 def _text_headers(headers: dict[str, weight_files.Header]) -> dict[str, weight_files.Header]:
     """Returns the headers of a text model; those of an image model without its encoder, under a text model's names."""
-    prefixes = tuple(TEXT_PREFIXES)
-    if not any(name.startswith(prefixes) for name in headers):
+    if not any(map(IMAGE_TEXT.match, headers)):
         return headers
     found = {}
     for name, header in headers.items():
-        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
-        if prefix is not None:
-            found[TEXT_PREFIXES[prefix] + name.removeprefix(prefix)] = header
+        if begin := IMAGE_TEXT.match(name):
+            found[f"{begin[1] or begin[2]}.{name[begin.end() :]}"] = header
         elif not name.startswith(IMAGE_PREFIXES):
             found[name] = header
     return found

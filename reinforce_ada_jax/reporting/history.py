@@ -1,6 +1,7 @@
 """History of a run, read from its work directory: metrics.jsonl, evaluations/, config.json and started.json."""
 
 import dataclasses
+import itertools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -149,9 +150,7 @@ def unique_names(workdirs: Sequence[pathlib.Path]) -> list[str]:
     parts = [workdir.resolve().parts for workdir in workdirs]
     if len(set(parts)) < len(parts):
         raise ValueError("a work directory is named twice: name each once.")
-    depth = 1
-    while len({path[-depth:] for path in parts}) < len(parts):
-        depth += 1
+    depth = next(depth for depth in itertools.count(1) if len({path[-depth:] for path in parts}) == len(parts))
     return ["/".join(path[-depth:]) for path in parts]
 
 
