@@ -21,8 +21,6 @@ TITLES = {
     "pool_mean": "pool mean", "signal": "signal", "relative_signal": "signal / f'", "variance": "variance",
     "variance_draws": "variance x draws",
 }  # fmt: skip
-# Columns that the tables of several strategies leave out.
-_DETAILS = ("draws_std", "rounds", "pool_mean")
 
 
 def describe(section: CollectionConfig) -> str:
@@ -50,7 +48,7 @@ def _print_expectations(inputs: Inputs, found: Mapping[str, Expectations]) -> No
         print(rate_table(inputs.pass_rates, {title: next(iter(column.values())) for title, column in columns.items()}))
         return
     for title, column in columns.items():
-        if title not in {TITLES[name] for name in _DETAILS}:
+        if title not in ("+-", "rounds", "pool mean"):  # details, which the table of one strategy has
             print(f"\n{title}\n{rate_table(inputs.pass_rates, column)}")
 
 

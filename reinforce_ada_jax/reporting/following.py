@@ -134,8 +134,7 @@ class FollowedRuns:
 
     def page(self) -> str:
         """Returns the page, which asks for all that it shows."""
-        runs = [run.unread() for run in self.runs]
-        return page.render({"live": True, "runs": runs})
+        return page.render({"live": True, "runs": [run.unread() for run in self.runs]})
 
     def news(self, known: Sequence[Known], version: int) -> dict[str, Any]:
         """Returns the parts of each run, and the tables, that a page does not have yet.

@@ -379,15 +379,13 @@ class _Session:
             self.counts.shared_tokens += int(opened.cached[~continues].sum())
             self.counts.continued_tokens += int(opened.cached[continues].sum())
             self.counts.prefilled_tokens += int((opened.length - 1 - opened.cached)[is_prompt].sum())
-        if self.engine.options.check_invariants:
-            self._check([outputs] if previous is None else [previous, outputs])
+        if self.engine.options.check_invariants:  # it waits for the window
+            unread = [outputs] if previous is None else [previous, outputs]
+            of_replicas = zip(*map(self.engine.fetch_outputs, unread), strict=True)
+            states = self.engine.fetch(self.state)
+            for scheduler, state, own in zip(self.schedulers, states, of_replicas, strict=True):
+                scheduler.check(state, own)
         return outputs
-
-    def _check(self, unread: Sequence[WindowOutputs]) -> None:
-        """Checks every replica's state after the window just submitted, for which it waits."""
-        of_replicas = zip(*map(self.engine.fetch_outputs, unread), strict=True)
-        for scheduler, state, outputs in zip(self.schedulers, self.engine.fetch(self.state), of_replicas, strict=True):
-            scheduler.check(state, outputs)
 
     def _read_window(self, window: WindowOutputs) -> list[Response]:
         """Waits for a window; returns the responses that ended in it, by replica and output row."""

@@ -161,8 +161,6 @@ class Scheduler:
         for_responses = self._pages_for_responses(requests, prompt.id)
         return has_row and self.budget.fits(prompt, opened.shared, for_responses, after_closing=after_closing)
 
-    # ---- trajectories ------------------------------------------------------------------------------------------------
-
     def _make_way(self, prompt: Prompt, requests: int) -> None:
         """Closes what only saves work until a waiting prompt will fit, where prompts may wait for each other.
 
