@@ -20,8 +20,6 @@ from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.collection.verification import VerificationQueue, VerifyFn
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, RequestQueue, Response
 
-SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
-OnProgress = Callable[[int, int], None]
 EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]
 RolloutsSoFar = Callable[[], dict[str, PartialRollouts]]
 
@@ -68,14 +66,14 @@ class CarriedRollouts:
 
 def collect(
     prompts: Sequence[Prompt],
-    sample_fn: SampleFn,
+    sample_fn: Callable[[RequestQueue], Iterator[list[Response]]],
     verify_fn: VerifyFn,
     config: StrategyConfig | Strategy,
     options: CollectOptions | None = None,
     *,
     carried: CarriedRollouts | None = None,
     turns: Trajectories | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Pool]:
     """Draws responses for every prompt until the strategy closes it.
 
@@ -158,8 +156,7 @@ def _partial(
 
 
 def _check_ids(prompts: Sequence[Prompt]) -> None:
-    counts = collections.Counter(prompt.id for prompt in prompts)
-    repeated = [name for name, count in counts.items() if count > 1]
+    repeated = [name for name, count in collections.Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated:
         raise ValueError(
             f"{len(repeated)} prompt ids are used more than once, {repeated[0]!r} first. Give every prompt its own id."
@@ -167,10 +164,7 @@ def _check_ids(prompts: Sequence[Prompt]) -> None:
 
 
 def _rollouts(
-    prompts: Sequence[Prompt],
-    prefetch: Prefetch,
-    strategy: Strategy,
-    estimate_fn: EstimateFn | None,
+    prompts: Sequence[Prompt], prefetch: Prefetch, strategy: Strategy, estimate_fn: EstimateFn | None
 ) -> list[PromptRollouts]:
     """Returns the state of every prompt before the first request."""
     everyone = [*prompts, *prefetch.prompts]
@@ -187,7 +181,4 @@ def _rollouts(
         if strategy.plan is not None:
             planned = strategies.plan_draws(strategy, found, [prompt.id for prompt in everyone]).tolist()
     ahead = [0] * len(prompts) + [prefetch.ahead.get(prompt.id, 1) for prompt in prefetch.prompts]
-    return [
-        PromptRollouts(prompt, index, ahead[index], estimates[index], planned[index])
-        for index, prompt in enumerate(everyone)
-    ]
+    return list(map(PromptRollouts, everyone, itertools.count(), ahead, estimates, planned))

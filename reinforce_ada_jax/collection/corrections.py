@@ -220,10 +220,9 @@ def with_first_round(coefficients: CoefficientsFn) -> CoefficientsFn:
 
     def with_all(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
         kept, of_kept = checked(coefficients, pool, usable)
-        is_kept, coefficient = np.zeros((2, len(pool.responses)))
+        coefficient = np.zeros(len(pool.responses))
         coefficient[kept] = of_kept
-        is_kept[kept], is_kept[: pool.round_sizes[0]] = 1.0, 1.0
-        rows = np.flatnonzero((is_kept != 0.0) & usable)
+        rows = np.union1d(kept, np.flatnonzero(usable[: pool.round_sizes[0]]))
         return rows, coefficient[rows]
 
     return with_all
@@ -271,12 +270,8 @@ def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None
         control_variate, covered = (lambda pool: [constant]), size
     limit = {"group": config.group_size, "pool": None}.get(config.keep, max(size, config.group_size))
     most = [covered + number for number in (limit, collection_rules.max_correct(config)) if number is not None]
-    coefficients = exact(
-        objective,
-        max_rows=limit,
-        control_variate=control_variate,
-        continue_probability=config.retry_probability if config.strategy == "ngu" else 1.0,
-    )
+    probability = config.retry_probability if config.strategy == "ngu" else 1.0
+    coefficients = exact(objective, max_rows=limit, control_variate=control_variate, continue_probability=probability)
     return {
         "coefficients": coefficients,
         "max_kept": min([*most, *([] if max_draws is None else [max_draws])], default=None),
@@ -289,8 +284,5 @@ def _stratified(config: CollectionConfig, objective: Objective, max_draws: int |
     if config.keep == "pool" or (config.strategy in ("grpo", "ngu") and not config.keep):
         return {"coefficients": stratified(objective, lambda correct: np.arange(len(correct))), "max_kept": max_draws}
     size = config.group_size
-
-    def keep(correct: np.ndarray) -> np.ndarray:
-        return balanced_group(correct, min(size, len(correct)))
-
-    return {"coefficients": stratified(objective, keep), "max_kept": size}
+    coefficients = stratified(objective, lambda correct: balanced_group(correct, min(size, len(correct))))
+    return {"coefficients": coefficients, "max_kept": size}

@@ -10,7 +10,6 @@ from reinforce_ada_jax.collection.advantages import kept_draws
 from reinforce_ada_jax.collection.continuation import following, joined
 from reinforce_ada_jax.collection.prompt_rollouts import Phase, PromptRollouts
 from reinforce_ada_jax.collection.speculation import speculative_requests
-from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.collection.verification import VerificationQueue
 from reinforce_ada_jax.types import Request, Response
 
@@ -28,7 +27,7 @@ class CollectionQueue:
         self,
         prompts: Sequence[PromptRollouts],
         replacements: Sequence[PromptRollouts],
-        strategy: Strategy,
+        strategy: strategies.Strategy,
         verification: VerificationQueue,
         *,
         barrier: bool,

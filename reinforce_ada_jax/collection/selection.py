@@ -171,7 +171,6 @@ class Shuffled:
 
     def choose(self, count: int, rng: np.random.Generator) -> Choice:
         """Returns the next `count` prompts; `rng` is not used: the order is that of the epoch."""
-        del rng
         prompts, after = next_prompts(self._prompts, self._cursor, count)
         ids = {prompt.id for prompt in prompts}
         upcoming, cursor, ahead = list[Prompt](), after, dict[str, int]()
@@ -284,8 +283,7 @@ def _noise(group: Group) -> float:
 def observe(selection: Selection, groups: Sequence[Group], source: str) -> dict[str, float]:
     """Lets a selection learn from groups, and returns its metrics; `source` is `collection.selection`.
 
-    Raises:
-      ValueError: a class of the user's fails, or a metric is no number.
+    Raises ValueError if a class of the user's fails, or a metric is no number.
     """
     with running(source):
         metrics = dict(selection.observe(groups) or {})
@@ -301,9 +299,8 @@ def observe(selection: Selection, groups: Sequence[Group], source: str) -> dict[
 def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_batches: int = 0) -> Selection:
     """Returns the selection that the `collection` section of a configuration describes.
 
-    Raises:
-      ValueError: there are too few prompts; or the section names a class that is missing, fails in its first choice,
-        or has a state that is no JSON.
+    Raises ValueError if there are too few prompts; or if the section names a class that is missing, fails in its first
+    choice, or has a state that is no JSON.
     """
     _check_count(config.prompts_per_iteration, prompts)
     if config.selection == "shuffled":

@@ -35,13 +35,10 @@ class CollectedShard:
     def add_rollouts(self, other: "CollectedShard") -> None:
         """Adds the rollouts of another shard, its pools as partial ones, and its counts."""
         self.partial.update(other.partial)
-        self.partial.update({pool.prompt.id: partial_of(pool) for pool in other.pools})
+        for pool in other.pools:
+            rollouts = PartialRollouts(pool.responses, pool.verdicts, pool.rounds, pool.round_sizes)
+            self.partial[pool.prompt.id] = rollouts
         self.counts.update(collections.Counter(self.counts) + collections.Counter(other.counts))
-
-
-def partial_of(pool: Pool) -> PartialRollouts:
-    """Returns a pool as the rollouts of a prompt that needs no more."""
-    return PartialRollouts(pool.responses, pool.verdicts, pool.rounds, pool.round_sizes)
 
 
 def to_bytes(shard: CollectedShard) -> bytes:

@@ -51,11 +51,9 @@ def run_strategy(strategy_config: StrategyConfig, rewards: np.ndarray) -> list[P
 def check_own(config: StrategyConfig, strategy: Strategy, prompts: Sequence[Prompt]) -> None:
     """Runs a user's strategy on prompts whose responses are wrong and correct in turn, all correct, and all wrong.
 
-    A strategy without `max_draws` may wait for a correct response, so it gets no prompt with wrong ones alone.
-
-    Raises:
-      ValueError: one of its functions fails, breaks its bounds, or asks for more than TRIAL_DRAWS without end; or it
-        keeps no response of any of these prompts.
+    A strategy without `max_draws` may wait for a correct response, so it gets no prompt with wrong ones alone. Raises
+    ValueError if one of its functions fails, breaks its bounds, or asks for more than TRIAL_DRAWS without end; or if it
+    keeps no response of any of these prompts.
     """
     if config.strategy in strategies.BUILT_IN:
         return

@@ -11,7 +11,7 @@ import numpy as np
 
 from reinforce_ada_jax.collection.collect import CollectOptions, collect
 from reinforce_ada_jax.collection.strategies import Strategy
-from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
+from reinforce_ada_jax.types import Prompt, RequestQueue, Response, Verdict
 
 # Slots to choose from. On two cores a step of SmolLM2-135M's layers took 110, 159 and 244 ms of the processor with 8,
 # 32 and 64 rows. More rows are hardly cheaper each, and evaluations, which fill any number, would take twice as long
@@ -31,8 +31,7 @@ def simulated(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> tu
     Responses to a prompt are correct at random, with its pass rate as the probability.
     """
     prompts = [Prompt(str(row), problem="", answer="", tokens=np.zeros(1, np.int32)) for row in range(len(pass_rates))]
-    busy = 0.0
-    clock = 0.0
+    busy = clock = 0.0
 
     def noise(prompt_id: str, draw: int) -> np.random.Generator:
         return np.random.default_rng((int(prompt_id), draw))
@@ -40,16 +39,11 @@ def simulated(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> tu
     def sample(queue: RequestQueue) -> Iterator[list[Response]]:
         nonlocal busy, clock
         running: list[tuple[float, str, int]] = []
-
-        def start(request: Request) -> None:
-            nonlocal busy
-            duration = float(np.exp(LENGTH_SPREAD * noise(request.prompt.id, request.draw).standard_normal()))
-            busy += duration
-            heapq.heappush(running, (clock + duration, request.prompt.id, request.draw))
-
         while True:
             for request in queue.take(slots - len(running)):
-                start(request)
+                duration = float(np.exp(LENGTH_SPREAD * noise(request.prompt.id, request.draw).standard_normal()))
+                busy += duration
+                heapq.heappush(running, (clock + duration, request.prompt.id, request.draw))
             if not running:
                 return
             clock, prompt_id, draw = heapq.heappop(running)

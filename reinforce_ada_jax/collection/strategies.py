@@ -15,7 +15,6 @@ import numpy as np
 from reinforce_ada_jax import user_code
 from reinforce_ada_jax.collection import corrections
 from reinforce_ada_jax.collection.allocation import allocate
-from reinforce_ada_jax.collection.corrections import CoefficientsFn
 from reinforce_ada_jax.collection.groups import balanced_group
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.config import CollectionConfig, collection_rules
@@ -104,7 +103,7 @@ class Strategy:
     plan: Callable[[np.ndarray, Sequence[str]], np.ndarray] | None = None
     extra_batches: int = 0
     max_age: int | None = None
-    coefficients: CoefficientsFn | None = None
+    coefficients: corrections.CoefficientsFn | None = None
     needs_estimates: bool = False
     drop_unmet: bool = False
 
@@ -383,7 +382,8 @@ def build(strategy_config: StrategyConfig, *, regularized: bool = False) -> Stra
         changes |= {"weight": objective.clipped_weight, "clips_below": objective.epsilon}
     strategy = dataclasses.replace(strategy, **changes)
     if regularized and strategy.coefficients is not None:
-        most = _with_first_round(strategy.max_kept, collection_rules.first_round(config), strategy.max_draws)
+        kept, size = strategy.max_kept, collection_rules.first_round(config)
+        most = None if kept is None or size is None else min(kept + size, strategy.max_draws or kept + size)
         coefficients = corrections.with_first_round(strategy.coefficients)
         strategy = dataclasses.replace(strategy, coefficients=coefficients, max_kept=most)
     _check_estimates(config, strategy)
@@ -400,13 +400,6 @@ def _with_named_functions(strategy: Strategy, path: pathlib.Path, setting: str) 
         if callable(value) and not str(getattr(value, "__module__", "")).startswith(package)
     }
     return dataclasses.replace(strategy, **own)
-
-
-def _with_first_round(max_kept: int | None, size: int | None, max_draws: int | None) -> int | None:
-    """Returns `max_kept` where the first round is kept as well; None where its size is not known."""
-    if max_kept is None or size is None:
-        return None
-    return max_kept + size if max_draws is None else min(max_kept + size, max_draws)
 
 
 def _check_estimates(config: CollectionConfig, strategy: Strategy) -> None:
