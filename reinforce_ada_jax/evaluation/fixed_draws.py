@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -94,10 +93,10 @@ def draw(
         for pool in pools:
             drawn[pool.prompt.id] = graded(pool)
             if store is not None and processes.is_writer() and store.missing([pool.prompt], samples):
-                texts = [transcript(response, decode) for response in pool.responses]
-                draws = [response.draw for response in pool.responses]
-                names = itertools.repeat(pool.prompt.id)
-                store.add(zip(names, draws, texts, drawn[pool.prompt.id], strict=False))
+                store.add(
+                    (pool.prompt.id, response.draw, transcript(response, decode), of_draw)
+                    for response, of_draw in zip(pool.responses, drawn[pool.prompt.id], strict=True)
+                )
     return drawn
 
 

@@ -25,14 +25,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import fixed_draws, response_store
-from reinforce_ada_jax.evaluation.response_store import (
-    GradedResponse,
-    GradedResponses,
-    ResponseStore,
-    hash_of_problems,
-    wanted_by_writer,
-    writing,
-)
+from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses, ResponseStore
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.policy import adapter_files, huggingface
@@ -43,7 +36,6 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import reward_check, summary
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.reward_check import check_reward, reward_columns
 from reinforce_ada_jax.types import Prompt, Verdict
 
 # Reference answers that are graded, and then stored, at a time.
@@ -146,8 +138,7 @@ def _unique_and_short(
     prompts, too_long = short_prompts(unique, components.tokenizer, template, limit, chat)
     if not prompts:
         raise ValueError(f"none of {len(unique):,} prompts has at most {limit:,} tokens: raise data.max_prompt_tokens.")
-    duplicates = len(problems) - len(unique)
-    return prompts, {"read": len(problems), "duplicate": duplicates, "too_long": len(too_long)}
+    return prompts, {"read": len(problems), "duplicate": len(problems) - len(unique), "too_long": len(too_long)}
 
 
 def verify_references(config: Config, prompts: Sequence[Prompt], verifiers: VerifierPool) -> list[tuple[str, Verdict]]:
@@ -160,7 +151,7 @@ def verify_references(config: Config, prompts: Sequence[Prompt], verifiers: Veri
 
     def grade(texts: Sequence[str], prompts: Sequence[Prompt]) -> list[tuple[str, Verdict]]:
         given = zip(texts, prompts, strict=True)
-        pairs = [(text, prompt.answer, reward_columns(config, prompt)) for text, prompt in given]
+        pairs = [(text, prompt.answer, reward_check.reward_columns(config, prompt)) for text, prompt in given]
         return list(zip(texts, shaping.all(verifiers.grade_all(pairs), [0] * len(pairs)), strict=True))
 
     share = prompts[processes.index() :: count]
@@ -183,14 +174,14 @@ def _with_valid_reference(
     """Returns the prompts whose references pass. Verdicts are stored: a time limit may not be hit a second time."""
     with cli.user_input():
         header = {
-            "drawn": {"problems": hash_of_problems(prompts)},
+            "drawn": {"problems": response_store.hash_of_problems(prompts)},
             "graded": response_store.graded_by(config, "", prompts),
         }
         store = ResponseStore(files.draws / "references.jsonl", header)
-    if missing := wanted_by_writer(prompts, store.missing(prompts, 1)):
+    if missing := response_store.wanted_by_writer(prompts, store.missing(prompts, 1)):
         size, writer = VERIFIED_AT_ONCE * processes.count(), processes.is_writer()
         stores, done = [store] if writer else [], len(prompts) - len(missing)
-        with writing(stores, len(prompts), done, "references") as progress:
+        with response_store.writing(stores, len(prompts), done, "references") as progress:
             for first in range(0, len(missing), size):
                 chunk = missing[first : first + size]
                 verified = verify_references(config, chunk, verifiers)
@@ -202,7 +193,8 @@ def _with_valid_reference(
                 progress.reach(progress.done + len(chunk))
     correct = num_correct(store.complete(prompts, 1))
     # Without an answer (data.answer_column=none) there is nothing that could fail.
-    passed = wanted_by_writer(prompts, [each for each in prompts if correct.get(each.id) or not each.answer])
+    valid = [each for each in prompts if correct.get(each.id) or not each.answer]
+    passed = response_store.wanted_by_writer(prompts, valid)
     if not passed:
         cli.fail(
             f"none of {len(prompts):,} reference answers passes its own verification by "
@@ -316,7 +308,7 @@ def _drawn(
         drawn = response_store.drawn_with(config, fingerprint, config.sampling, samples, prompts, stop_ids=stop_ids)
         header = {"drawn": drawn, "graded": response_store.graded_by(config, "", prompts)}
         store = ResponseStore(response_store.of_process(files.draws / "responses.jsonl"), header)
-        missing = wanted_by_writer(prompts, store.missing(prompts, samples))
+        missing = response_store.wanted_by_writer(prompts, store.missing(prompts, samples))
         compilation = EarlyCompilation()
         ready = compilation.add(components.engine.programs() if missing else {})
         params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
@@ -324,7 +316,7 @@ def _drawn(
         print(describe(len(prompts), len(missing)), flush=True)
     if params is not None:
         done = len(prompts) - len(missing)
-        with compilation, writing([store], len(prompts), done, "prompts") as progress:
+        with compilation, response_store.writing([store], len(prompts), done, "prompts") as progress:
             ready(progress.phase)
             rollouts = Rollouts(components.engine)
             verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
@@ -364,8 +356,8 @@ def prepare(
         verifier_pool = components_lib.verifier_pool(config, files.draws)
         prompts, counts = _unique_and_short(config, components, problems)
         components = components_lib.for_responses(config, components, prompts, samples)
-        processes.check_same("the problems", hash_of_problems(prompts))
-        reward = check_reward(config, verifier_pool, prompts[:1])
+        processes.check_same("the problems", response_store.hash_of_problems(prompts))
+        reward = reward_check.check_reward(config, verifier_pool, prompts[:1])
         if cost is not None or not files.draws.exists():
             huggingface.check_weights(components.folder, components.architecture)
 

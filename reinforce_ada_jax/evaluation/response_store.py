@@ -93,26 +93,21 @@ def graded_by(config: Config, grader: str, prompts: Sequence[Prompt]) -> dict[st
     """Returns the part of a header that decides the verdicts; `grader` is a benchmark's own kind of reward, or ""."""
     reward = config.reward
     of_user = bool(reward.path) and not grader
-    kind = "" if of_user else grader or reward.kind
+    kind, settings = "" if of_user else grader or reward.kind, {}
+    if kind == "code":
+        tests = code_tests.tests_hash(prompt.columns for prompt in prompts)
+        settings = {"code": dataclasses.asdict(config.code), "tests": tests}
+    if kind == "judge":
+        section = dataclasses.asdict(config.judge) | {"template": judge_template(config.judge.template)}
+        settings = {"judge": section | {"range": list(config.judge.range)}}  # as JSON gives it back
     return {
         "reward": grader or reward.path or reward.kind,
         "file": files_hash(reward.path) if of_user else "",
         **({"completions": reward.completions} if of_user else {}),
-        **(_settings_of(config, kind) if kind else {}),
-        **({"tests": code_tests.tests_hash(prompt.columns for prompt in prompts)} if kind == "code" else {}),
+        **settings,
         "positive_threshold": reward.positive_threshold,
         "answers": json_hash([prompt.answer for prompt in prompts]),
     }
-
-
-def _settings_of(config: Config, kind: str) -> dict[str, Any]:
-    """Returns the section of a built-in reward, if it has one, with the text of a template."""
-    if kind == "code":
-        return {"code": dataclasses.asdict(config.code)}
-    if kind == "judge":
-        section = dataclasses.asdict(config.judge) | {"template": judge_template(config.judge.template)}
-        return {"judge": section | {"range": list(config.judge.range)}}  # as JSON gives it back
-    return {}
 
 
 def hash_of_problems(prompts: Iterable[Prompt]) -> str:
@@ -240,11 +235,6 @@ class ResponseStore:
         for row, graded in self._rows():
             self._by_draw[row["prompt"]].setdefault(row["draw"], graded)
 
-    def _draws(self, prompt_id: str) -> Mapping[int, GradedResponse]:
-        """Returns the responses of a prompt by draw, with those that only parts hold."""
-        found = [each._by_draw.get(prompt_id, {}) for each in (*self._parts, self)]
-        return dict(itertools.chain.from_iterable(draws.items() for draws in found))
-
     def __len__(self) -> int:
         return sum(map(len, self._by_draw.values()))
 
@@ -294,9 +284,13 @@ class ResponseStore:
         write_atomically(self._header_file, json.dumps(self.header, indent=2) + "\n")
 
     def complete(self, prompts: Iterable[Prompt], samples: int) -> GradedResponses:
-        """Returns the responses of those prompts that have all `samples` of them."""
-        found = ((prompt.id, self._draws(prompt.id)) for prompt in prompts)
-        return {name: [draws[draw] for draw in range(samples)] for name, draws in found if len(draws) == samples}
+        """Returns the responses of those prompts that have all `samples` of them, also those that only parts hold."""
+        found: GradedResponses = {}
+        for prompt in prompts:
+            draws = collections.ChainMap(*(each._by_draw.get(prompt.id, {}) for each in (self, *reversed(self._parts))))
+            if len(draws) == samples:
+                found[prompt.id] = [draws[draw] for draw in range(samples)]
+        return found
 
     def missing(self, prompts: Iterable[Prompt], samples: int) -> list[Prompt]:
         return [prompt for prompt in prompts if not self.complete([prompt], samples)]
