@@ -32,7 +32,6 @@ from orbax.checkpoint import checkpoint_managers
 
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files import buckets
-from reinforce_ada_jax.files.buckets import AnyPath
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy.transformer import Params, flatten, nest
@@ -128,7 +127,7 @@ class Checkpoints:
         """
         self.folder = buckets.checkpoints(workdir)
         self._writes, self._run_id = writes, run_id
-        self._saved_at = time.monotonic()
+        self.saved_at = time.monotonic()  # when the last save began, or the folder was opened
         self._saving: int | None = None  # the newest save
         _ignore_coroutines()
         if writes:
@@ -153,22 +152,17 @@ class Checkpoints:
         self._retention.evaluations, self._retention.foreign = self._saved()
 
     def _remove_unfinished(self) -> None:
-        if not processes.is_writer():
-            return
-        for _ in range(REMOVALS):
-            unfinished = self._unfinished()
+        """Removes the folders of saves that were cut off; in a bucket Orbax marks those that are finished."""
+        for _ in range(REMOVALS if processes.is_writer() else 0):
+            unfinished = list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+            if buckets.is_bucket(self.folder):
+                folders = self.folder.iterdir() if self.folder.exists() else ()
+                unfinished = [folder for folder in folders if not (folder / COMMITTED).exists()]
             for folder in unfinished:
                 buckets.remove(folder)  # a folder that stays only costs space
             if not unfinished:
                 return
             time.sleep(0.1)
-
-    def _unfinished(self) -> list[AnyPath]:
-        """Returns the folders of saves that were cut off; in a bucket Orbax marks those that are finished."""
-        if buckets.is_bucket(self.folder):
-            folders = self.folder.iterdir() if self.folder.exists() else ()
-            return [folder for folder in folders if not (folder / COMMITTED).exists()]
-        return list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
 
     def _saved(self) -> tuple[dict[int, float], dict[int, str]]:
         """Returns, by iteration, the evaluations and the reasons why checkpoints are foreign, as process 0 reads them.
@@ -244,14 +238,10 @@ class Checkpoints:
             items["sampler"] = ocp.args.StandardSave(sampler)
         with self._writing():
             self._manager.wait_until_finished()
-            self._saved_at, self._saving = time.monotonic(), iteration
+            self.saved_at, self._saving = time.monotonic(), iteration
             self.times.begin(iteration, num_bytes((learner, sampler)))
             # force: otherwise Orbax silently skips an iteration that is older than the newest folder of any run.
             self._manager.save(iteration, args=ocp.args.Composite(**items), force=True)
-
-    def seconds_since_save(self) -> float:
-        """Returns the time since the last save began, or since the folder was opened."""
-        return time.monotonic() - self._saved_at
 
     def _amend(self, iteration: int, record: dict[str, Any]) -> None:
         """Replaces a saved record of the same arrays, and removes checkpoints that `Retention` then does not keep."""
@@ -259,15 +249,13 @@ class Checkpoints:
         saved = self.record(iteration)
         if record["evaluation"] is None:
             record["evaluation"] = saved["evaluation"]
-        changed = record["fingerprints"] == saved["fingerprints"] and records.checksum(record) != records.checksum(
-            saved
-        )
+        same_arrays = record["fingerprints"] == saved["fingerprints"]
+        changed = same_arrays and records.checksum(record) != records.checksum(saved)
         # Process 0 decides, because it writes the record. All processes have read the old one by then.
         if not processes.of_writer("changed" if changed else ""):
             return
         if processes.is_writer():
-            content = json.dumps(records.with_checksum(record))
-            write_atomically(records.record_file(self.folder, iteration), content)
+            write_atomically(records.record_file(self.folder, iteration), json.dumps(records.with_checksum(record)))
         if record["evaluation"] is not None:
             self._retention.evaluations[iteration] = record["evaluation"]
         retained = self._retention.of(self.iterations())
@@ -310,10 +298,8 @@ class Checkpoints:
         """Returns the learner's state of an iteration, its record, and the weights that the next one is drawn from.
 
         `target` and `sampler` give shapes, dtypes and shardings. Without `sampler` the sampler's weights are not read.
-        They are None if the checkpoint has none. `accept` may refuse the record with a ValueError.
-
-        Raises:
-          DamagedError: some process can't read a part of it, or a part is not what was saved.
+        They are None if the checkpoint has none. `accept` may refuse the record with a ValueError. Raises DamagedError
+        if some process can't read a part of it, or a part is not what was saved.
         """
         broken: DamagedError | None = None
         record: dict[str, Any] = {}
@@ -334,10 +320,8 @@ class Checkpoints:
         """Returns the learner's weights of an iteration; the optimizer's arrays are not read.
 
         `target` gives shapes, dtypes and shardings of all weights. With `only`, a dotted name, one weight is read, and
-        returned in the same tree without the others.
-
-        Raises:
-          DamagedError: a part of them can't be read, or is not what was saved.
+        returned in the same tree without the others. Raises DamagedError if a part of them can't be read, or is not
+        what was saved.
         """
         names = [
             jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(target)

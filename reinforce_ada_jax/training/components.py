@@ -16,24 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import slot_choice
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.collection.trajectories import Trajectories
-from reinforce_ada_jax.config import (
-    CollectionConfig,
-    Config,
-    EvaluationConfig,
-    begun_tokens,
-    collection_rules,
-    least_pages,
-    longest_prompt,
-    longest_response,
-    longest_turn,
-    replaced,
-    with_saved_dtype,
-)
+from reinforce_ada_jax.config import CollectionConfig, Config, EvaluationConfig, collection_rules
 from reinforce_ada_jax.data import prompts as prompts_lib
 from reinforce_ada_jax.data import tokenizer_trial
 from reinforce_ada_jax.data.problems import Problem, description, place
@@ -207,17 +196,6 @@ def choose_slots(
     return slots, f"of which {prompts} prompts are expected to keep {share:.0%} busy without draws ahead of verdicts"
 
 
-def _adapters_apart(config: Config) -> lora.Lora | None:
-    """Returns the adapters that decoding keeps apart from their base; None if they are merged, or there are none.
-
-    Merged weights, W + scaling * A B, lose changes below 1/512 of a weight in bfloat16, and below half a scale in int8:
-    the sampler had 0.37 of the policy's change (tests/sampling/test_engine.py). In float32 nothing is lost, so adapters
-    are merged: a step is faster, and invariant numerics need the same sums in sampler and learner.
-    """
-    is_float32 = config.model.compute_dtype == "float32" and config.sampling.weight_dtype == "model"
-    return None if is_float32 else lora.make(config.lora)
-
-
 def engine_options(
     config: Config, architecture: Architecture, stop_ids: tuple[int, ...], slots: int | None = None
 ) -> EngineOptions:
@@ -235,17 +213,21 @@ def engine_options(
     in_flight = config.collection.overlap == "in_flight"
     if in_flight:  # each response that goes on has a prompt of its own
         open_prompts += slots
+    # Merged adapters, W + scaling * A B, lose changes below 1/512 of a weight in bfloat16, and below half a scale in
+    # int8: the sampler had 0.37 of the policy's change (tests/sampling/test_engine.py). In float32 nothing is lost, and
+    # they are merged: a step is faster, and invariant numerics need the same sums in sampler and learner.
+    merges = config.model.compute_dtype == "float32" and sampling.weight_dtype == "model"
     options = EngineOptions(
         slots=slots,
-        begun_tokens=begun_tokens(config),
-        finishes=begun_tokens(config) > 0 and not in_flight,
+        begun_tokens=config_lib.begun_tokens(config),
+        finishes=config_lib.begun_tokens(config) > 0 and not in_flight,
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,
         open_prompts=max(open_prompts, barrier_prompts),
         prefill_tokens=PREFILL_TOKENS,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=longest_response(config),
+        max_response_tokens=config_lib.longest_response(config),
         stop_ids=stop_ids,
         seed=config.seed,
         dtype=config.model.compute_dtype,
@@ -253,14 +235,14 @@ def engine_options(
         attention=attention,
         kv_dtype=sampling.kv_dtype,
         weight_dtype=sampling.weight_dtype,
-        adapters=_adapters_apart(config),
+        adapters=None if merges else lora.make(config.lora),
         # A resumed run has no texts of earlier iterations, and results round differently by the position of a row.
         keep_drafts=not deterministic(config),
         tail=choose_tail(architecture),
         check_invariants=sampling.check_invariants,
         records_experts=architecture.num_experts > 0,
     )
-    pages = options.pages or max(enough_pages(options), least_pages(config))
+    pages = options.pages or max(enough_pages(options), config_lib.least_pages(config))
     if pages >= 2**31:
         raise ValueError(
             f"{slots:,} slots, prompts of up to {options.max_prompt_tokens:,} tokens and responses of up to "
@@ -275,8 +257,8 @@ def engine_options(
     return dataclasses.replace(
         options,
         open_prompts=options.open_prompts + 2 * options.slots,
-        max_prompt_tokens=longest_prompt(config),
-        max_response_tokens=longest_turn(config),
+        max_prompt_tokens=config_lib.longest_prompt(config),
+        max_response_tokens=config_lib.longest_turn(config),
     )
 
 
@@ -288,7 +270,7 @@ def for_devices(config: Config, workdir: pathlib.Path | None = None, model: str 
 
     Raises ValueError where JAX finds no device, the work directory is damaged, or there is no model.
     """
-    config = config if workdir is None else with_saved_dtype(config, workdir)
+    config = config if workdir is None else config_lib.with_saved_dtype(config, workdir)
     platform, size = mesh_lib.available_devices()[0].platform, 0
     path = model or config.model.path
     if path and platform == "cpu" and config.model.compute_dtype == "auto" and jax.process_count() == 1:
@@ -327,7 +309,7 @@ def for_responses(config: Config, components: Components, prompts: Sequence[Prom
         slots, longest = min(slots, engine.options.slots), max(len(prompt.tokens) for prompt in prompts)
         if not config.environment.path:  # where prompts grow
             longest = min(-(-longest // LENGTHS_STEP) * LENGTHS_STEP, config.data.max_prompt_tokens)
-            config = replaced(config, {"data.max_prompt_tokens": longest})
+            config = config_lib.replaced(config, {"data.max_prompt_tokens": longest})
         _, engine = _make_engine(config, components.architecture, components.tokenizer.stop_ids, slots, trains=False)
         components = dataclasses.replace(components, engine=engine, slots_reason=reason)
     host_memory.check(engine, components.architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize)
@@ -404,19 +386,6 @@ def check_graders(config: Config, sources: Sequence[str]) -> None:
             )
 
 
-def _code_settings(config: Config) -> dict[str, Any]:
-    code = config.code
-    limits = {
-        "processor_s": code.processor_s,
-        "wall_s": code.wall_s,
-        "memory_bytes": code.memory_mib * 2**20,
-        # No published problem needs more: programs read stdin and write stdout, and few start a thread.
-        "files_bytes": 16 * 2**20,
-        "processes": 16,
-    }
-    return {"time_limit_s": config.reward.time_limit_s, "max_tests": code.max_tests, "limits": limits}
-
-
 def _judge_settings(config: Config, folder: pathlib.Path | None) -> dict[str, Any]:
     cache = None
     if folder is not None:
@@ -431,14 +400,16 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
 
     They grade by `reward.path` or `reward.kind`; a call may name the kind of a benchmark instead. The output of
     `reward.path` functions goes to a file in `folder` (None: to stderr). With `grade_fn`, which a worker could not
-    import, this process grades, without a time limit.
-
-    Raises:
-      ValueError: `reward.path` names no function of a Python file, or there is `grade_fn` too.
+    import, this process grades, without a time limit. Raises ValueError if `reward.path` names no function of a Python
+    file, or there is `grade_fn` too.
     """
-    reward = config.reward
+    reward, code = config.reward, config.code
     if config.environment.path:  # it gives the rewards
         return no_verifiers(config)
+    limits = {"processor_s": code.processor_s, "wall_s": code.wall_s, "memory_bytes": code.memory_mib * 2**20}
+    # No published problem needs more: programs read stdin and write stdout, and few start a thread.
+    limits |= {"files_bytes": 16 * 2**20, "processes": 16}
+    of_code = {"time_limit_s": reward.time_limit_s, "max_tests": code.max_tests, "limits": limits}
     kinds: dict[str, GradeFn | Made] = {
         "cipher": cipher.grade,
         "math": math_answer.grade,
@@ -447,7 +418,7 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
         "reference": reference.grade,
         "reference_evaluation": reference.grade_evaluation,
         "reference_minerva": reference_minerva.grade,
-        "code": Made("reinforce_ada_jax.rewards.code:grader", _code_settings(config)),
+        "code": Made("reinforce_ada_jax.rewards.code:grader", of_code),
         "judge": Made("reinforce_ada_jax.rewards.judge:Judge", _judge_settings(config, folder)),
     }
     others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
@@ -473,8 +444,7 @@ def load_params(config: Config, components: Components, dtype: str | None = None
     The default `dtype` is float32; where adapters are trained it is `model.compute_dtype`. Process 0 counts the layers
     at the terminal, unless `quiet`.
     """
-    model = config.model
-    dtype = dtype or (model.compute_dtype if config.lora.rank else "float32")
+    dtype = dtype or (config.model.compute_dtype if config.lora.rank else "float32")
     watch = functools.partial(watched, what="layers read", quiet=quiet or not processes.is_writer())
     return huggingface.load(components.folder, components.mesh, jnp.dtype(dtype), watch)[1]
 

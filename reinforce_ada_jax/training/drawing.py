@@ -11,16 +11,9 @@ import numpy as np
 
 from reinforce_ada_jax.collection import selection
 from reinforce_ada_jax.collection.advantages import Group, make_group
-from reinforce_ada_jax.collection.collect import (
-    CarriedRollouts,
-    CollectOptions,
-    EstimateFn,
-    RolloutsSoFar,
-    collect,
-)
+from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, EstimateFn, RolloutsSoFar, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics, turn_metrics
-from reinforce_ada_jax.collection.selection import Choice
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.distributed import processes
@@ -43,7 +36,7 @@ class Source:
     """Everything that decides what is drawn for one iteration; nothing changes it while it is drawn."""
 
     iteration: int
-    choice: Choice  # of prompts
+    choice: selection.Choice  # of prompts
     weights: Params  # to draw from: the learner's, or those that the engine made of them
     policy_version: int  # iterations whose updates are in the weights
     partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # of `RunState`
@@ -75,14 +68,10 @@ def choose(run: Run, state: RunState, stored: CollectedShard | None = None) -> S
     else:
         weights, version = state.sampler, state.iteration - 1
     return Source(
-        iteration=iteration,
-        choice=dataclasses.replace(choice, replacements=allowed),
-        weights=weights,
-        policy_version=version,
-        partial_rollouts=state.partial_rollouts,
-        stored=stored,
+        iteration=iteration, choice=dataclasses.replace(choice, replacements=allowed), weights=weights,
+        policy_version=version, partial_rollouts=state.partial_rollouts, stored=stored,
         noise=state.averages.score_noise() if run.config.collection.control_variate == "noise" else None,
-    )
+    )  # fmt: skip
 
 
 def check_drawn(responses: Sequence[Response], config: Config, iteration: int) -> None:
@@ -121,14 +110,9 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
         if isinstance(run.estimator, ValueHead):  # `observe` needs the features of the prompts
             run.estimator.estimate(source.weights, source.choice.prompts)
     else:
-        job = Job(
-            source.choice.prompts,
-            run.strategy,
-            source.choice.replacements,
-            _estimate_fn(run, source),
-            {**source.partial_rollouts, **stored.partial},
-            upcoming,
-        )
+        estimate_fn, partial = _estimate_fn(run, source), {**source.partial_rollouts, **stored.partial}
+        choice = source.choice
+        job = Job(choice.prompts, run.strategy, choice.replacements, estimate_fn, partial, upcoming)
         if run.journal is not None:
             job = dataclasses.replace(
                 job, broken_off=run.journal.begin(source.iteration),
@@ -138,10 +122,7 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
         collected = CollectedShard(pools, upcoming.partial, dict(counts + collections.Counter(stored.counts)))
     for pool in collected.pools:
         check_drawn(pool.responses, run.config, source.iteration)
-    seconds = {
-        "time/collect_s": time.monotonic() - begin,
-        "time/verify_s": run.verifiers.busy_s - verify_s,
-    }
+    seconds = {"time/collect_s": time.monotonic() - begin, "time/verify_s": run.verifiers.busy_s - verify_s}
     return Drawn(source, collected, seconds)
 
 
@@ -193,14 +174,10 @@ def draw_fn(
             job.keep(lambda: CollectedShard([], so_far(), counts()))
 
         options = CollectOptions(
-            replacements=job.replacements,
-            estimate_fn=job.estimate_fn,
-            seed=config.seed,
-            iteration=iteration,
-            barrier=config.collection.barrier,
-            deterministic=components_lib.deterministic(config),
+            replacements=job.replacements, estimate_fn=job.estimate_fn, seed=config.seed, iteration=iteration,
+            barrier=config.collection.barrier, deterministic=components_lib.deterministic(config),
             speculative=run.components.draws_speculatively(config.collection),
-        )
+        )  # fmt: skip
         stop.show(f"collecting: 0/{len(job.prompts)} prompts")  # the first window of a large model takes a while
         try:
             pools = collect(

@@ -90,8 +90,7 @@ class DrawingHosts:
         def shards(job: Job, plan: Plan) -> list[bytes]:
             prompts = [(prompt.id, prompt.pass_rate, dict(prompt.labels)) for prompt in job.prompts]
             partial = partial_to_text(job.partial)
-            drawn = dataclasses.replace(order, prompts=prompts, partial=partial, **dataclasses.asdict(plan))
-            self._send(drawn)
+            self._send(dataclasses.replace(order, prompts=prompts, partial=partial, **dataclasses.asdict(plan)))
             is_told = False
 
             def waiting() -> None:

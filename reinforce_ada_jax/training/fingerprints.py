@@ -15,11 +15,6 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.training import records
 
 
-def _words(x: Array) -> UInt32[Array, "..."]:
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-
-
 @jax.jit
 def of_arrays(state: LearnerState | Params | Array) -> list[UInt32[Array, ""]]:
     """Returns a number per array: the sum over i of (2 i + 1) word_i, modulo 2^32.
@@ -29,7 +24,9 @@ def of_arrays(state: LearnerState | Params | Array) -> list[UInt32[Array, ""]]:
     """
 
     def one(x):
-        words, index = _words(x), jnp.zeros(x.shape, jnp.uint32)
+        unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+        words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+        index = jnp.zeros(x.shape, jnp.uint32)
         for axis in range(x.ndim):
             stride = functools.reduce(lambda a, b: a * b % 2**32, x.shape[axis + 1 :], 1)
             index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)

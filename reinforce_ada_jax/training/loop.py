@@ -72,8 +72,7 @@ def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, c
 def run_to_end(run: Run, state: RunState) -> Outcome:
     """Runs the remaining iterations, and saves the last state even after an error; it is on disk at the return.
 
-    Raises:
-      Exception: an error in this package or in a user's function; the last finished iteration is saved if possible.
+    Raises an error in this package or in a user's function; the last finished iteration is saved if possible.
     """
     last, note = run.config.iterations, ""
     if state.pending is None and state.iteration >= last:
@@ -153,7 +152,8 @@ def _interrupted(run: Run, state: RunState) -> Outcome:
     ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
     event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
     written = 0 if run.journal is None or state.donated else run.journal.write_broken_off(state)
-    if state.donated or _is_late(run, state):
+    is_saved = state.iteration in run.checkpoints.iterations()
+    if state.donated or not (is_saved or run.stop.has_time(run.checkpoints.times.expected_s(state.num_bytes))):
         return Outcome(ending, f"{event}; {_not_saved(run, state)} {_resuming(run)}", state)
     save(run, state)
     more = f"{written:,} responses of the next one are stored. " if written else ""
@@ -174,17 +174,10 @@ def _save_if_due(run: Run, state: RunState) -> None:
     due = saved or state.iteration == last or is_due(checkpoint.every, state.iteration, last)
     if not due:
         minutes = times.minutes(checkpoint, state.num_bytes)
-        late = minutes > 0 and run.checkpoints.seconds_since_save() >= 60 * minutes
+        late = minutes > 0 and time.monotonic() - run.checkpoints.saved_at >= 60 * minutes
         due = processes.any_of(late)  # clocks differ
     if due:
         save(run, state)
-
-
-def _is_late(run: Run, state: RunState) -> bool:
-    """Returns True, in all processes, if the state is not saved and there is no time to save it."""
-    if state.iteration in run.checkpoints.iterations():
-        return False
-    return not run.stop.has_time(run.checkpoints.times.expected_s(state.num_bytes))
 
 
 def _not_saved(run: Run, state: RunState) -> str:

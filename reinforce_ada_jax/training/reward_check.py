@@ -69,9 +69,8 @@ def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prom
     Any reward is fine, and 0 is usual where the reward looks for more than the bare answer. Where programs are graded,
     an empty program replaces the answer. `name` is the reward's (None: `checked_name`); "" checks nothing.
 
-    Raises:
-      ValueError: the functions can't be loaded, or one raises, takes too long, or returns no number; or a built-in
-        reward, at most 1, is never above the threshold of a correct response, or always.
+    Raises ValueError if the functions can't be loaded, or one raises, takes too long, or returns no number; or if a
+    built-in reward, at most 1, is never above the threshold of a correct response, or always.
     """
     name, lines = checked_name(config) if name is None else name, []
     threshold, own = config.reward.positive_threshold, config.environment.path or name not in ("", "reward.kind=code")

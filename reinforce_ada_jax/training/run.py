@@ -75,10 +75,6 @@ class BenchmarkEvaluator(Evaluator, Protocol):
         ...
 
 
-# Returns the next state, and why the run must end, or None.
-IterateFn = Callable[["Run", RunState], tuple[RunState, TrainingStopped | None]]
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
     """Checked input of a run, without weights and compiled programs. `startup.start` makes a `Run` of it."""
@@ -93,7 +89,8 @@ class Inputs:
     verifiers: VerifierPool  # the verifier processes; `run_to_end` starts and ends them
     reward: GradeFn | None = None  # function that `train` was given
     learner: Learner  # the compiled scoring and update, with the loss that `learning.loss` names
-    iterate: IterateFn  # makes an iteration: `train_iteration`, or that of supervised training
+    # `train_iteration`, or that of supervised training: returns the next state, and why the run must end, or None.
+    iterate: Callable[["Run", RunState], tuple[RunState, TrainingStopped | None]]
     evaluator: Evaluator | None = None  # None if the run doesn't evaluate
     same: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what all processes must have read, as hashes
     summary: str = ""  # text that a run prints before it begins

@@ -74,15 +74,12 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
     """Returns the pools of all prompts, as `collect` does, in every process; fills `job.prefetch.partial`, too.
 
     The job is the same in every process. `draw` gets this process's shard, which may have no prompts: every process
-    takes part in the decode programs. Shards are balanced by planned draws, or without a plan by their sizes.
-
-    Raises:
-      Interrupted: in every process, if it was raised in any.
+    takes part in the decode programs. Shards are balanced by planned draws, or without a plan by their sizes. Raises
+    Interrupted in every process, if it was raised in any.
     """
 
     def exchanged(job: Job, plan: Plan) -> list[bytes]:
-        own = shard_message(job, plan, draw, processes.count(), processes.index())
-        return processes.exchange(own)
+        return processes.exchange(shard_message(job, plan, draw, processes.count(), processes.index()))
 
     return collect_shards(job, exchanged)
 
@@ -137,12 +134,11 @@ def _planned(job: Job) -> tuple[Job, Plan]:
     """Returns the job with a fixed plan, which depends on all prompts."""
     if not job.strategy.estimates:
         return job, Plan()
-    estimates = np.full(len(job.prompts), 0.5) if job.estimate_fn is None else job.estimate_fn(job.prompts)
-    ids, draws = [prompt.id for prompt in job.prompts], {}
+    found = np.full(len(job.prompts), 0.5) if job.estimate_fn is None else job.estimate_fn(job.prompts)
+    estimates, ids, draws = np.asarray(found, float), [prompt.id for prompt in job.prompts], {}
     if job.strategy.plan is not None:
-        planned = plan_draws(job.strategy, np.asarray(estimates, float), ids)
-        draws = dict(zip(ids, planned.tolist(), strict=True))
-    plan = Plan(dict(zip(ids, np.asarray(estimates).tolist(), strict=True)), draws)
+        draws = dict(zip(ids, plan_draws(job.strategy, estimates, ids).tolist(), strict=True))
+    plan = Plan(dict(zip(ids, estimates.tolist(), strict=True)), draws)
     return with_plan(job, plan), plan
 
 
@@ -151,15 +147,12 @@ def with_plan(job: Job, plan: Plan) -> Job:
     estimates, draws = plan.estimates, plan.draws
     if estimates is None:
         return job
-    job = dataclasses.replace(
-        job, estimate_fn=lambda prompts: np.array([estimates[prompt.id] for prompt in prompts], float)
+    strategy = job.strategy
+    if draws:
+        strategy = dataclasses.replace(strategy, plan=lambda _, ids: np.array([draws[each] for each in ids], int))
+    return dataclasses.replace(
+        job, strategy=strategy, estimate_fn=lambda prompts: np.array([estimates[each.id] for each in prompts], float)
     )
-    if not draws:
-        return job
-    strategy = dataclasses.replace(
-        job.strategy, plan=lambda _, ids: np.array([draws[prompt_id] for prompt_id in ids], int)
-    )
-    return dataclasses.replace(job, strategy=strategy)
 
 
 def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:

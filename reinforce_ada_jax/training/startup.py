@@ -42,14 +42,7 @@ from reinforce_ada_jax.training.reward_check import check_reward, output_file
 from reinforce_ada_jax.training.run import Evaluator, Inputs, Run
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record
 from reinforce_ada_jax.training.updates import update_programs
-from reinforce_ada_jax.training.workdir import (
-    WorkdirLock,
-    check_contents,
-    check_not_evaluation,
-    run_id,
-    write_config,
-    write_started,
-)  # fmt: skip
+from reinforce_ada_jax.training.workdir import WorkdirLock, check_contents, run_id, write_config, write_started
 
 if TYPE_CHECKING:
     from reinforce_ada_jax.training.checkpoint import Checkpoints
@@ -74,7 +67,6 @@ def read_inputs(
     )
     config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
-    check_not_evaluation(workdir)
     check_contents(workdir)
     resume.check_command(workdir, supervised=False)
     components = read_components(config, workdir, strategy)
@@ -134,7 +126,6 @@ def start(
     compilation = stack.enter_context(EarlyCompilation())
     draws_here = draws and components.engine.hand_over is None
     ready_to_sample = compilation.add(components.engine.programs() if draws_here else {})
-    open_environments(components, workdir, stack)
 
     # 4. The frozen weights.
     base, reference = frozen_weights(inputs, params, quiet=quiet)
@@ -182,7 +173,6 @@ def start_drawing(
     """Returns the engine of a process that only draws, when all processes have the same input."""
     keep_programs(inputs.config.logging.compilation_cache)
     join(inputs, workdir, stack, copy)
-    open_environments(inputs.components, workdir, stack)
     stack.enter_context(Interrupt())  # tells the others
     return Rollouts(inputs.components.engine)
 
@@ -191,8 +181,11 @@ def start_drawing(
 
 
 def join(inputs: Inputs, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
-    """Takes the work directory, when all processes have the same input, and splits them into their groups."""
-    engine, mesh = inputs.components.engine, inputs.components.mesh
+    """Takes the work directory, when all processes have the same input, and splits them into their groups.
+
+    What environments print goes to a file there; `stack` ends their processes.
+    """
+    engine, mesh, environments = inputs.components.engine, inputs.components.mesh, inputs.components.environments
     for what, text in {"the configurations": config_lib.to_json(inputs.given), **inputs.same}.items():
         processes.check_same(what, text)
     lock = WorkdirLock(workdir)
@@ -204,13 +197,9 @@ def join(inputs: Inputs, workdir: pathlib.Path, stack: contextlib.ExitStack, cop
     write_started(workdir)
     if engine.hand_over is not None:
         processes.split_hosts(mesh_lib.num_learning(mesh, engine.mesh))
-
-
-def open_environments(components: Components, workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
-    """Sends what environments print to a file; `stack` ends their processes."""
-    if components.environments is not None:
-        components.environments.pool.program.output = output_file(workdir, "environment")
-        stack.callback(components.environments.pool.close)
+    if environments is not None:
+        environments.pool.program.output = output_file(workdir, "environment")
+        stack.callback(environments.pool.close)
 
 
 def open_writer(

@@ -38,17 +38,15 @@ def model_and_mesh(config: Config, components: Components, who: str) -> list[str
 
 def _compute(config: Config, components: Components) -> str:
     """Returns a line on the implementations that were chosen for the platform."""
-    platform = components.mesh.devices.flat[0].platform
-    chosen = platform_lib.of_mesh(
-        components.mesh, config.learning, components.architecture, jnp.dtype(config.model.compute_dtype)
-    )
-    mesh = components.mesh
-    in_program = platform_lib.update_program(mesh, config, components.architecture)
-    rows = platform_lib.micro_rows_on(mesh, config, components.architecture)
+    mesh, architecture = components.mesh, components.architecture
+    platform = mesh.devices.flat[0].platform
+    chosen = platform_lib.of_mesh(mesh, config.learning, architecture, jnp.dtype(config.model.compute_dtype))
+    in_program = platform_lib.update_program(mesh, config, architecture)
+    rows = platform_lib.micro_rows_on(mesh, config, architecture)
     minibatch = config.learning.prompts_per_update * config.collection.group_size
     chain = f", {in_program} micro-batches of an update in a program" if minibatch > rows * in_program else ""
     gathered = ""
-    if not config.lora.rank and layer_gather.is_chosen(components.architecture, components.mesh, config):
+    if not config.lora.rank and layer_gather.is_chosen(architecture, mesh, config):
         gathered = ", gathers the layers' weights once an update"
     if config.model.numerics == "invariant":
         chosen = dataclasses.replace(chosen, attention="invariant", refusal="")
@@ -79,8 +77,7 @@ def cache(components: Components) -> str:
 def model_and_memory(config: Config, components: Components, who: str) -> list[str]:
     """Returns the lines of `model_and_mesh` and one on memory, for a command that only draws."""
     weight_bytes = components.architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
-    options = components.engine.options
-    beyond = components.architecture.beyond(options.most_tokens)
+    beyond = components.architecture.beyond(components.engine.options.most_tokens)
     memory = f"memory      weights {weight_bytes / 2**20:,.1f} MiB, {cache(components)}{beyond}"
     return [*model_and_mesh(config, components, who), memory]
 

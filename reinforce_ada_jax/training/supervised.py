@@ -15,7 +15,6 @@ import numpy as np
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.selection import PromptCursor, Shuffled, next_prompts
-from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.rules import updates_are_whole_micro_batches
 from reinforce_ada_jax.data import demonstrations as demonstrations_lib
 from reinforce_ada_jax.data.demonstrations import Demonstration
@@ -32,11 +31,11 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume, startup, summary
 from reinforce_ada_jax.training.run import Inputs, Run, TrainingStopped, check_weights
 from reinforce_ada_jax.training.state import RunState
-from reinforce_ada_jax.training.workdir import check_contents, check_not_evaluation
+from reinforce_ada_jax.training.workdir import check_contents
 from reinforce_ada_jax.types import Response
 
 
-def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
+def read_inputs(config: config_lib.Config, workdir: pathlib.Path) -> Inputs:
     """Reads and checks all input of a run; of the weights only names and shapes. Writes and compiles nothing.
 
     Raises ValueError where the user must change the configuration, a file or the work directory.
@@ -45,7 +44,6 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     check_installed(config.logging.trackers)
     config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
-    check_not_evaluation(workdir)
     check_contents(workdir)
     resume.check_command(workdir, supervised=True)
     for name, value in (("environment.path", config.environment.path), ("mesh.sampler", config.mesh.sampler)):
@@ -124,11 +122,10 @@ def supervised_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingS
     learner, result = run.learner.update(state.learner, batch, run.base, between=run.stop.agree)
     result = jax.device_get(result)
     if not result.finite:
-        stopped = TrainingStopped(
+        return dataclasses.replace(state, learner=learner), TrainingStopped(
             f"update {number}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: not finite. The "
             "update was not applied. Lower learning.learning_rate, or look for damaged rows."
         )
-        return dataclasses.replace(state, learner=learner), stopped
     check_weights(result, f"update {number}")
     schedule = make_schedule(run.config.learning, run.config.num_updates)
     tokens = sum(len(row.tokens) for row in rows)

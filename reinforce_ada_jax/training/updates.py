@@ -23,11 +23,14 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, scores_in_update
-from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, LogprobGap, gap_limits
+from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, gap_limits
 from reinforce_ada_jax.learning.update import EXPERT_METRICS, NEED_RESPONSES, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.training.run import Inputs, Run, TrainingStopped, check_weights
 from reinforce_ada_jax.training.state import RunState
+
+# Metrics of an iteration in which no minibatch was compared.
+NO_GAP = {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,18 +80,10 @@ def examples(group: Group, factor: float) -> list[Example]:
     size = pool.round_sizes[0]
     return [
         Example(
-            pool.prompt.tokens,
-            pool.responses[draw],
-            factor * coefficient,
-            factor * group.weight * (draw < size) / size,
+            pool.prompt.tokens, pool.responses[draw], factor * coefficient, factor * group.weight * (draw < size) / size
         )
         for draw, coefficient in draws
     ]
-
-
-def regularizes_first_rounds(config: Config, strategy: Strategy) -> bool:
-    """Returns True if the entropy and the KL term are means over the first rounds, not over all rows."""
-    return config.regularized and strategy.coefficients is not None
 
 
 def batch_rows(config: Config, strategy: Strategy, micro_rows: int, rows: int = 0) -> int:
@@ -105,17 +100,26 @@ def batch_rows(config: Config, strategy: Strategy, micro_rows: int, rows: int = 
     return size
 
 
-def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batch:
-    """Returns a minibatch as the update gets it, without arrays, to lower programs for."""
-    micro = make_batch(
-        [],
+def _batch(
+    config: Config, strategy: Strategy, learner: Learner, kept: Sequence[Example], rows: int, micro_rows: int | None
+) -> Batch:
+    """Returns a batch of responses in the shapes of a run; with `micro_rows` some may be left out (`make_batch`)."""
+    return make_batch(
+        kept,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
-        num_rows=learner.micro_rows,
+        num_rows=rows,
         per_row=config.learning.responses_per_row,
-        regularized=regularizes_first_rounds(config, strategy),
+        micro_rows=micro_rows,
+        # With coefficients the entropy and the KL term are means over the first rounds, not over all rows.
+        regularized=config.regularized and strategy.coefficients is not None,
         architecture=learner.architecture,
     )
+
+
+def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batch:
+    """Returns a minibatch as the update gets it, without arrays, to lower programs for."""
+    micro = _batch(config, strategy, learner, [], learner.micro_rows, None)
     if config.learning.kl_coefficient:
         micro = dataclasses.replace(micro, reference_logprobs=micro.behaviour_logprobs)
     if scores_in_update(config):
@@ -160,16 +164,9 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
             continue
         factor = coefficient_factor(config, dealt, rounds)
         kept = [example for group in dealt for example in examples(group, factor)]
-        batch = make_batch(
-            kept,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.sampling.max_response_tokens,
-            num_rows=batch_rows(config, run.strategy, run.learner.micro_rows, len(kept)),
-            per_row=config.learning.responses_per_row,
-            micro_rows=None if config.regularized or run.learner.loss_needs_all else run.learner.micro_rows,
-            regularized=regularizes_first_rounds(config, run.strategy),
-            architecture=run.learner.architecture,
-        )
+        rows = batch_rows(config, run.strategy, run.learner.micro_rows, len(kept))
+        micro_rows = None if config.regularized or run.learner.loss_needs_all else run.learner.micro_rows
+        batch = _batch(config, run.strategy, run.learner, kept, rows, micro_rows)
         if minibatches:
             before = minibatches[-1].batch
             jax.block_until_ready((before.old_logprobs, before.reference_logprobs))
@@ -227,10 +224,7 @@ def check_logprobs(
 
     Returns:
       The minibatches, with `finite` set, and the metrics. There are none if all finite responses were prefetched; they
-      are 0 if no minibatch is finite.
-
-    Raises:
-      TrainingStopped: they disagree by more than rounding.
+      are 0 if no minibatch is finite. Raises TrainingStopped if they disagree by more than rounding.
     """
     if scores_in_update(run.config):
         return list(minibatches), {}
@@ -245,12 +239,10 @@ def check_logprobs(
             fresh = mask & (version == state.iteration)
             total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
             num_tokens += int(fresh.sum())
-    mean = total / max(num_tokens, 1)
-    stopped = gap_too_large(run, mean, largest, state.iteration + 1)
+    metrics, stopped = _compared(run, total / max(num_tokens, 1), largest, num_tokens, state.iteration + 1)
     if stopped is not None:
         raise stopped
-    compared = num_tokens or not any(minibatch.finite for minibatch in checked)
-    return checked, _gap_metrics(mean, largest) if compared else {}
+    return checked, metrics if any(minibatch.finite for minibatch in checked) else NO_GAP
 
 
 def _skip_or_stop(
@@ -297,9 +289,8 @@ def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) ->
       TrainingStopped: the new weights are not finite, and the state is lost.
     """
     learner, in_a_row, iteration = state.learner, state.skipped_in_a_row, state.iteration + 1
-    begin, results, stopped, gaps = time.monotonic(), [], None, {}
-    if scores_in_update(run.config):
-        gaps = _gap_metrics(0.0, 0.0)
+    begin, results, stopped = time.monotonic(), [], None
+    gaps = NO_GAP if scores_in_update(run.config) else {}
     done, count = 0, sum(minibatch.finite for minibatch in minibatches)
     for number, minibatch in enumerate(minibatches, start=1):
         what = "a log-probability is"
@@ -312,8 +303,9 @@ def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) ->
                 between()
             learner, result = run.learner.update(learner, minibatch.batch, run.base, np.int32(state.iteration), between)
             result, done = jax.device_get(result), done + 1
-            if result.finite and result.gap is not None:
-                gaps, stopped = _compared(run, result.gap, iteration)
+            if result.finite and (gap := result.gap) is not None:
+                mean = float(gap.total / max(gap.num_tokens, 1))
+                gaps, stopped = _compared(run, mean, float(gap.largest), int(gap.num_tokens), iteration)
                 if stopped is not None:
                     break
             if result.finite:
@@ -321,7 +313,8 @@ def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) ->
                 results.append(result)
                 in_a_row = 0
                 continue
-            what = _not_finite(result)
+            if result.gap is None or not result.gap.num_not_finite:
+                what = f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}:"
         where = f"update {number} of {len(minibatches)}: {what} not"
         stopped = _skip_or_stop(run, minibatch, iteration, number, where, in_a_row + 1)
         if stopped is not None:
@@ -331,21 +324,10 @@ def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) ->
     return UpdatesDone(learner, in_a_row, metrics, stopped)
 
 
-def _compared(run: Run, gap: LogprobGap, iteration: int) -> tuple[dict[str, float], TrainingStopped | None]:
-    """Returns the metrics of the comparison in an iteration's only update, and why the run must end, or None."""
-    mean, largest = float(gap.total / max(gap.num_tokens, 1)), float(gap.largest)
-    metrics = _gap_metrics(mean, largest) if gap.num_tokens else {}
-    return metrics, gap_too_large(run, mean, largest, iteration)
-
-
 def _end_if_late(stop: Stop, end: float) -> None:
     """Raises Interrupted if there is no time for the updates, which are expected to end at `end`."""
     if not stop.has_time(max(0.0, end - time.monotonic())):
         raise Interrupted
-
-
-def _gap_metrics(mean: float, largest: float) -> dict[str, float]:
-    return {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
 
 
 def update_means(results: Sequence[UpdateMetrics]) -> dict[str, float]:
@@ -365,22 +347,19 @@ def update_means(results: Sequence[UpdateMetrics]) -> dict[str, float]:
     return metrics | {"update/count": len(results)}
 
 
-def _not_finite(result: UpdateMetrics) -> str:
-    """Returns the subject of the sentence that something is not finite."""
-    if result.gap is not None and result.gap.num_not_finite:
-        return "a log-probability is"
-    return f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}:"
+def _compared(
+    run: Run, mean: float, largest: float, num_tokens: int, iteration: int
+) -> tuple[dict[str, float], TrainingStopped | None]:
+    """Returns metrics of the comparison of engine and learner, and why the run must end, or None.
 
-
-def gap_too_large(run: Run, mean: float, largest: float, iteration: int) -> TrainingStopped | None:
-    """Returns why the run must end, if engine and learner differ by more than rounding; otherwise warns of large gaps.
-
-    `mean` and `largest` are absolute differences of the log-probability of a sampled token.
+    It must end if they differ by more than rounding; otherwise large gaps are a warning. `mean` and `largest` are
+    absolute differences of the log-probability of a sampled token. Without a token there are no metrics.
     """
     limits = gap_limits(run.config)
+    metrics = {"update/logprob_gap": mean, "update/logprob_gap_max": largest} if num_tokens else {}
     if limits is not None and not limits.hold(mean, largest):
         numbers = "in float32" if limits.largest else "with invariant numerics"
-        return TrainingStopped(
+        return metrics, TrainingStopped(
             f"engine and learner disagree by {mean:.2g} on the log-probability of a sampled token on average, and by "
             f"{largest:.2g} at most; {numbers} rounding explains {limits.mean:g} and {limits.largest:g}. Samples and "
             "gradients don't belong together."
@@ -397,7 +376,7 @@ def gap_too_large(run: Run, mean: float, largest: float, iteration: int) -> Trai
             f"iteration {iteration}: engine and learner differ by {mean:.2g} a token on average; the ratio of the "
             f"update is off by as much. {causes}"
         )
-    return None
+    return metrics, None
 
 
 def described(minibatch: Minibatch) -> dict[str, list[dict[str, float | int | str]]]:

@@ -18,7 +18,6 @@ import jax
 
 import reinforce_ada_jax
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import HEADER, write_atomically
@@ -91,18 +90,14 @@ class WorkdirLock:
             self._descriptor = None
 
 
-def check_not_evaluation(workdir: pathlib.Path) -> None:
-    """Raises ValueError if `workdir` is a folder of stored responses, as `evaluate` and `prepare` write them."""
+def check_contents(workdir: pathlib.Path) -> None:
+    """Raises ValueError for a folder of stored responses, and for a file in place of a folder, or vice versa."""
     stored = next(workdir.glob(f"*{HEADER}"), None)
     if stored is not None and not (workdir / "config.json").exists():
         raise ValueError(
             f"{buckets.origin(workdir)} holds the responses of an evaluation ({stored.name}), and no run: name another "
             "--workdir."
         )
-
-
-def check_contents(workdir: pathlib.Path) -> None:
-    """Raises ValueError if a file is where a run keeps a folder, or a folder where it keeps a file."""
     for name in (*FOLDERS, *FILES):
         path = workdir / name
         if path.exists() and path.is_dir() != (name in FOLDERS):
@@ -142,7 +137,7 @@ def _commit() -> str:
         return reinforce_ada_jax.__version__
 
 
-def write_config(config: Config, workdir: pathlib.Path) -> None:
+def write_config(config: config_lib.Config, workdir: pathlib.Path) -> None:
     """Writes config.json; raises ValueError if not all processes of the run see it."""
     file, named = workdir / "config.json", buckets.origin(workdir)
     if processes.is_writer():
