@@ -156,8 +156,8 @@ def make_batch(
     rows of a micro-batch, examples whose advantage is 0 are left out where this saves one (`pack_without_zeros`). With
     `regularized` the batch has the examples' `regularization`, and with an `architecture` that has experts these.
 
-    Raises:
-      ValueError: a prompt or a response longer than its limit, a prompt without a token, or more rows than `num_rows`.
+    Raises ValueError for a prompt or a response longer than its limit, a prompt without a token, or more rows than
+    `num_rows`.
     """
     row_tokens = max_prompt_tokens + max_response_tokens
     lengths = _lengths(examples, max_prompt_tokens, max_response_tokens)
@@ -201,18 +201,9 @@ def make_batch(
             regularization[there] = examples[index].regularization
             start, column = start + before + length, column + count
     return Batch(
-        tokens=tokens,
-        positions=positions,
-        segment_ids=segment_ids,
-        response_positions=response_positions,
-        response_segment_ids=response_segment_ids,
-        response_mask=response_segment_ids < per_row,
-        response_length=response_length,
-        advantages=advantages,
-        policy_version=policy_version,
-        behaviour_logprobs=logprobs,
-        old_logprobs=logprobs,
-        left_out=left_out,
-        regularization=regularization if regularized else None,
-        experts=chosen,
-    )
+        tokens=tokens, positions=positions, segment_ids=segment_ids, response_positions=response_positions,
+        response_segment_ids=response_segment_ids, response_mask=response_segment_ids < per_row,
+        response_length=response_length, advantages=advantages, policy_version=policy_version,
+        behaviour_logprobs=logprobs, old_logprobs=logprobs, left_out=left_out,
+        regularization=regularization if regularized else None, experts=chosen,
+    )  # fmt: skip

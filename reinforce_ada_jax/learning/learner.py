@@ -31,23 +31,10 @@ from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
 from reinforce_ada_jax.learning.optimizer import make_optimizer
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.learning.token_losses import LossConfig
-from reinforce_ada_jax.learning.update import (
-    LearnerState,
-    UpdatePrograms,
-    Version,
-    expert_sums,
-)
-from reinforce_ada_jax.policy import experts, invariant, lora
+from reinforce_ada_jax.learning.update import LearnerState, UpdatePrograms, Version, expert_sums
+from reinforce_ada_jax.policy import experts, invariant, lora, transformer
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import (
-    Execution,
-    Params,
-    RowAttend,
-    causal_attend,
-    hidden_states_and_load,
-    merge,
-    param_shardings,
-)
+from reinforce_ada_jax.policy.transformer import Execution, Params, RowAttend, causal_attend
 
 
 def scores_in_update(config: Config) -> bool:
@@ -72,11 +59,11 @@ def response_logprobs(
     """
     parts = 1 if head.mesh is None else head.mesh.shape["context"]
     cut, join = (functools.partial(function, count=parts) for function in (mesh_lib.cut_rows, mesh_lib.join_rows))
-    model, routing = merge(architecture, params), experts.FREE
+    model, routing = transformer.merge(architecture, params), experts.FREE
     if architecture.num_experts:
         replayed = None if batch.experts is None else cut(batch.experts)
         routing = experts.Routing(replayed, counted=cut(batch.segment_ids) < batch.max_segments)
-    hidden, load = hidden_states_and_load(
+    hidden, load = transformer.hidden_states_and_load(
         model, cut(batch.tokens), positions=cut(batch.positions),
         segment_ids=cut(batch.segment_ids) if batch.max_segments > 1 else None,
         attend=attend, execution=execution, routing=routing,
@@ -143,9 +130,10 @@ class Learner:
             ),
             **row_settings(self.platform, mesh, dtype),
         )  # fmt: skip
-        self.param_shardings = (
-            param_shardings(architecture, mesh) if self.lora is None else lora.shardings(architecture, self.lora, mesh)
-        )
+        if self.lora is None:
+            self.param_shardings = transformer.param_shardings(architecture, mesh)
+        else:
+            self.param_shardings = lora.shardings(architecture, self.lora, mesh)
         self.gathers_once = self.lora is None and layer_gather.is_chosen(architecture, mesh, config)
         self._gathered_layers = functools.partial(layer_gather.gathered, architecture, mesh, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -279,14 +267,10 @@ class Learner:
         if self._loss_config.truncated_is_cap is not None and not self._weighs_all:
             behaviour_logprobs = jnp.where(is_fresh, old_logprobs, behaviour_logprobs)  # a weight of exactly 1
         sampled = loss_lib.SampledTokens(
-            old_logprobs=old_logprobs,
-            advantages=micro.advantages,
-            mask=micro.response_mask,
-            behaviour_logprobs=behaviour_logprobs,
-            reference_logprobs=micro.reference_logprobs,
-            regularization=micro.regularization,
-            segment_one_hot=micro.segment_one_hot(),
-        )
+            old_logprobs=old_logprobs, advantages=micro.advantages, mask=micro.response_mask,
+            behaviour_logprobs=behaviour_logprobs, reference_logprobs=micro.reference_logprobs,
+            regularization=micro.regularization, segment_one_hot=micro.segment_one_hot(),
+        )  # fmt: skip
         loss, means = loss_lib.policy_loss(
             self._loss_config, logprobs, entropy, sampled, counts=counts, metric_weights=metric_weights
         )

@@ -12,17 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from reinforce_ada_jax.learning.token_losses import (
-    MAX_LOG_RATIO,
-    LossConfig,
-    Mask,
-    SampledTokens,
-    SegmentOneHot,
-    Tokens,
-    masked,
-    policy_terms,
-    segment_sums,
-)
+from reinforce_ada_jax.learning import token_losses
+from reinforce_ada_jax.learning.token_losses import LossConfig, Mask, SampledTokens, SegmentOneHot, Tokens, masked
 
 # Bound of k3, as in the reference program.
 MAX_K3 = 10.0
@@ -83,10 +74,7 @@ def aggregate(
 
     Values where the mask is 0 may be anything (though nan there would spoil a gradient: mask before computing). The
     counts are those of the whole minibatch, of which these values may be a part. A response may have `row_tokens`
-    tokens (None: T). `segment_one_hot` is as for `segment_sums`.
-
-    Raises:
-      ValueError: an unknown name.
+    tokens (None: T). `segment_one_hot` is as for `segment_sums`. Raises ValueError for an unknown name.
     """
     row_sums = masked(per_token, mask).sum(axis=-1)
     if aggregation == "token-mean":
@@ -96,7 +84,7 @@ def aggregate(
     if aggregation == "seq-mean-token-sum-norm":
         return row_sums.sum() / (counts.num_rows * (mask.shape[-1] if row_tokens is None else row_tokens))
     if aggregation == "seq-mean-token-mean":
-        lengths = segment_sums(mask.astype(jnp.float32), segment_one_hot)
+        lengths = token_losses.segment_sums(mask.astype(jnp.float32), segment_one_hot)
         return (masked(per_token, mask) / jnp.maximum(lengths, 1.0)).sum() / counts.num_rows
     raise ValueError(
         f"aggregation is {aggregation!r}; it must be one of token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, "
@@ -145,7 +133,7 @@ def policy_loss(
     """
     mask, segment_one_hot, regularization = sampled.mask, sampled.segment_one_hot, sampled.regularization
     sizes = denominators(mask, segment_one_hot) if counts is None else counts
-    terms = policy_terms(config, logprobs, sampled)
+    terms = token_losses.policy_terms(config, logprobs, sampled)
 
     def mean(values, aggregation=config.aggregation):
         rest = {"row_tokens": config.row_tokens, "segment_one_hot": segment_one_hot}
@@ -248,6 +236,6 @@ def kl_estimate(logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]
     if kind == "k2":
         return 0.5 * jnp.square(difference)
     if kind == "k3":
-        difference = jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        difference = jnp.clip(difference, -token_losses.MAX_LOG_RATIO, token_losses.MAX_LOG_RATIO)
         return jnp.clip(exp_remainder(difference), -MAX_K3, MAX_K3)
     raise ValueError(f"kind is {kind!r}; it must be one of k1, k2, k3.")

@@ -148,15 +148,12 @@ def resolve(
 ) -> Platform:
     """Chooses implementations for the platform `name` ("cpu", "gpu", "tpu"), as far as the settings leave it open.
 
-    `dtype` is that of activations, `special` is of `special_attention`, `capability` the
-    `compute_capability` of a GPU, `context` the number of parts of a row.
-
-    Raises:
-      ValueError: `learning.attention` is "cudnn", and cuDNN can't compute it.
+    `dtype` is that of activations, `special` is of `special_attention`, `capability` the `compute_capability` of a GPU,
+    `context` the number of parts of a row. Raises ValueError if `learning.attention` is "cudnn", and cuDNN can't
+    compute it.
     """
     on_tpu, on_cpu = name == "tpu", name == "cpu"
-    packed = learning.responses_per_row > 1
-    refusal = cudnn_attention.refusal(capability, dtype, head_dim, packed=packed)
+    refusal = cudnn_attention.refusal(capability, dtype, head_dim, packed=learning.responses_per_row > 1)
     if special and not refusal:
         refusal = f"the model has {special}"
     if context > 1 and not refusal:

@@ -122,10 +122,8 @@ _TRIAL = LossConfig(clip_low=0.2, clip_high=0.2, dual_clip=10.0, aggregation="to
 def load(loss: str) -> str | TokenLossFn:
     """Returns the loss that `learning.loss` names: its name, or the function of a user's file.
 
-    The function may return a `TokenLoss` or the array of losses alone.
-
-    Raises:
-      ValueError: there is no such file or function, or its result has another shape or type.
+    The function may return a `TokenLoss` or the array of losses alone. Raises ValueError if there is no such file or
+    function, or its result has another shape or type.
     """
     if loss in LOSSES:
         return loss
@@ -242,10 +240,8 @@ def importance_weights(
     mask       w where LEAST_WEIGHT <= w <= cap, otherwise 0
 
     Log-weights are 0 where the mask is 0. Source: by token https://fengyao.notion.site/off-policy-rl; by sequence
-    https://richardli.xyz/rl-collapse; the mask is that of IcePop (arXiv 2510.18855), with 0.5 and 5.
-
-    Raises:
-      ValueError: an unknown `importance`.
+    https://richardli.xyz/rl-collapse; the mask is that of IcePop (arXiv 2510.18855), with 0.5 and 5. Raises ValueError
+    for an unknown `importance`.
     """
     if config.importance not in ("token", "sequence", "mask"):
         raise ValueError(f"importance is {config.importance!r}; it must be one of token, sequence, mask.")

@@ -106,10 +106,6 @@ class Sums(NamedTuple):
     gap: Any  # of `UpdateMetrics`
 
 
-# (weights, base, micro-batch, `loss.metric_weights`, counts, policy version) -> (loss, (means, gap)).
-LossFn = Callable[..., Any]
-
-
 def _counts(batch: Batch) -> loss_lib.Counts:
     """Returns the denominators of the whole minibatch, including responses that are left out."""
     counted = batch.left_out.sum(axis=(0, 1))
@@ -126,7 +122,7 @@ class UpdatePrograms:
 
     def __init__(
         self,
-        loss_fn: LossFn,
+        loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         param_shardings: Params,
@@ -138,8 +134,9 @@ class UpdatePrograms:
     ):
         """Makes the programs; nothing is compiled.
 
-        `gathered` are a function that returns the copy of the layers' weights that all micro-batches share, and the
-        copy's shardings; None: there is none. `expert_shape` is (layers, experts); None: the model has no experts.
+        `loss_fn` maps (weights, base, micro-batch, `loss.metric_weights`, counts, policy version) to (loss, (means,
+        gap)). `gathered` are a function that returns the copy of the layers' weights that all micro-batches share, and
+        the copy's shardings; None: there is none. `expert_shape` is (layers, experts); None: the model has no experts.
         """
         self.micro_batches_per_program = micro_batches_per_program
         self._loss_fn, self._optimizer, self._mesh, self._gap_limits = loss_fn, optimizer, mesh, gap_limits
@@ -262,8 +259,11 @@ class UpdatePrograms:
 
     def _finished(self, state: LearnerState, batch: Batch, sums: Sums) -> tuple[LearnerState, UpdateMetrics]:
         """Returns the state after a step with the summed gradients, or as it was, and the metrics."""
-        if mesh_lib.num_slices(self._mesh) > 1:
-            sums = self._over_slices(sums)
+        if mesh_lib.num_slices(self._mesh) > 1:  # the sums over all slices
+            total = jax.tree.map(lambda x: x.sum(0), sums)
+            gradients = jax.lax.with_sharding_constraint(total.gradients, self._param_shardings)
+            gap = total.gap and total.gap._replace(largest=sums.gap.largest.max())
+            sums = Sums(gradients, total.means, gap)
         gradients, gap = sums.gradients, sums.gap
         computed = batch.response_length.sum().astype(jnp.float32) / _counts(batch).num_tokens
         grad_norm = optax.tree.norm(gradients)
@@ -286,19 +286,8 @@ class UpdatePrograms:
             weights_finite=weights_finite, gap=gap,
         )  # fmt: skip
 
-    def _over_slices(self, sums: Sums) -> Sums:
-        """Returns the sums over all slices."""
-        total = jax.tree.map(lambda x: x.sum(0), sums)
-        gradients = jax.lax.with_sharding_constraint(total.gradients, self._param_shardings)
-        gap = total.gap and total.gap._replace(largest=sums.gap.largest.max())
-        return Sums(gradients, total.means, gap)
-
     def _in_one_program(
-        self,
-        state: LearnerState,
-        batch: Batch,
-        base: Params | None,
-        policy_version: Version | None,
+        self, state: LearnerState, batch: Batch, base: Params | None, policy_version: Version | None
     ) -> tuple[LearnerState, UpdateMetrics]:
         """Makes an update in one program."""
         layers, zeros, _ = self._begun(state.params, batch)

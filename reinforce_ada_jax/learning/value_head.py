@@ -148,8 +148,7 @@ class ValueHead:
     def observe(self, pools: Sequence[Pool]) -> dict[str, float]:
         """Fits the head to the pools, whose prompts are among those last estimated.
 
-        Returns:
-          "estimator/loss" before the fit, or nothing where nothing was drawn.
+        Returns "estimator/loss" before the fit, or nothing where nothing was drawn.
         """
         if not any(pool.verdicts for pool in pools):
             return {}
