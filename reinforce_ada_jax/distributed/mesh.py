@@ -76,9 +76,8 @@ def make_mesh(
     Devices of one process are neighbours. `tensor` is the innermost axis, so a decode replica is in one process. `data`
     goes over all slices, which are equal parts of the devices; `slices` is their number (None: read from the devices).
 
-    Raises:
-      ValueError: there are fewer devices; with several processes, some would be left out or `tensor` span them; or
-        `data` is not divisible by the slices.
+    Raises ValueError if there are fewer devices; if of several processes some would be left out or `tensor` span them;
+    or if `data` is not divisible by the slices.
     """
     devices = available_devices() if devices is None else devices
     devices = sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id))
@@ -125,10 +124,8 @@ def split_meshes(
     """Returns the meshes of the learner and of the sampler: one and the same, or, with `mesh.sampler`, disjoint ones.
 
     The learner has the first devices, and the sampler the next ones; of several processes the last ones only draw. The
-    sampler's replicas are along `data`, each of `mesh.tensor` devices.
-
-    Raises:
-      ValueError: there are fewer devices; or several processes would leave some out, or one of them has both sides.
+    sampler's replicas are along `data`, each of `mesh.tensor` devices. Raises ValueError if there are fewer devices; or
+    if several processes would leave some out, or one of them has both sides.
     """
     devices = available_devices() if devices is None else devices
     if not chosen.sampler:

@@ -53,15 +53,12 @@ _num_messages: collections.Counter[str] = collections.Counter()  # sent and rece
 def initialize(*, cluster: bool) -> None:
     """Joins the other processes of the run, before any device is touched; returns when all are there.
 
-    If one does not start within REINFORCE_ADA_JOIN_S seconds (120), or can't be reached, this process ends with exit
-    code RESTART: it may have been lost.
+    With `cluster` the cluster (a TPU pod, Slurm, MPI) knows the processes. Otherwise the environment names them:
+    JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these there is one process. If one
+    does not start within REINFORCE_ADA_JOIN_S seconds (120), or can't be reached, this process ends with exit code
+    RESTART: it may have been lost.
 
-    Args:
-      cluster: the cluster (a TPU pod, Slurm, MPI) knows the processes. Otherwise the environment names them:
-        JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these there is one process.
-
-    Raises:
-      ValueError: only some of the variables are set, or they name no process; or `cluster`, and there is none.
+    Raises ValueError if only some of the variables are set, or they name no process; or if there is no cluster.
     """
     given = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if not cluster and not given:
@@ -95,13 +92,12 @@ def _ending_after(seconds: float) -> Iterator[None]:
     """Ends this process if the block, which waits for the others to start, takes longer."""
 
     def end() -> None:
-        print(
-            f"error: not all processes of the run started within {seconds:g} s. See the logs of the others, and start "
-            f"all with the same command; {JOIN}=SECONDS waits longer.",
-            file=sys.stderr,
-            flush=True,
+        cli.fail(
+            f"not all processes of the run started within {seconds:g} s. See the logs of the others, and start all "
+            f"with the same command; {JOIN}=SECONDS waits longer.",
+            RESTART,
+            at_once=True,
         )
-        os._exit(RESTART)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -206,9 +202,7 @@ def exchange(payload: bytes) -> list[bytes]:
 @functools.cache
 def _gatherer(num_processes: int) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the function that exchanges arrays of one shape, [N]: it returns [processes, N]."""
-    by_process = devices_of_processes(jax.devices())[:num_processes]
-    mesh = Mesh(np.array(by_process), ("processes", "local"))
-
+    mesh = Mesh(np.array(devices_of_processes(jax.devices())[:num_processes]), ("processes", "local"))
     rows = NamedSharding(mesh, PartitionSpec("processes"))
     gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 

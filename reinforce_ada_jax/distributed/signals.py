@@ -84,8 +84,7 @@ class Interrupt:
                 if not self._ended.is_set():
                     os._exit(128 + second)
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        del frame
+    def _on_signal(self, number: int, _: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._request(preempted=number == signal.SIGTERM)
