@@ -12,9 +12,10 @@ import string
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers
 
 from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.files.gguf_tokenizer import begin_with
 
 SYMBOLS = "".join(chr(code) for code in range(0x410, 0x450))
 LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
@@ -74,9 +75,7 @@ def tokenizer_json() -> str:
     tokenizer = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", vocabulary.index("<bos>"))]
-    )
+    begin_with(tokenizer, "<bos>")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer.to_str(pretty=True)
 

@@ -134,8 +134,7 @@ def _parquet_rows(file: pathlib.Path) -> Iterator[Any]:
 def read_file(file: str | pathlib.Path, columns: Columns = BY_RULES) -> list[Problem]:
     """Returns the problems of a JSONL or Parquet file, in its order. Blank lines of JSONL are ignored.
 
-    Raises:
-      ValueError: there is no such file, or a line is no problem; the message names the line.
+    Raises ValueError where there is no such file, or a line is no problem; the message names the line.
     """
     file = pathlib.Path(file)
     if file.exists() and not file.is_file():  # also <(zcat FILE.gz) of a shell

@@ -73,11 +73,7 @@ def _characters(problem: Problem) -> int:
 
 
 def short_prompts(
-    problems: Sequence[Problem],
-    tokenizer: Tokenizer,
-    template: str,
-    max_prompt_tokens: int,
-    chat: Chat = CHAT,
+    problems: Sequence[Problem], tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat = CHAT
 ) -> tuple[list[Prompt], list[tuple[Problem, int | None]]]:
     """Returns the problems as prompts, made by `Tokenizer.render`, and those that are too long.
 

@@ -263,10 +263,8 @@ def render_chat(
     """Returns the text of a conversation up to the start of the assistant's answer.
 
     Messages have "role" and "content"; `special_tokens` maps "bos_token", ... to their text. Tools that the template
-    does not know are described in the system message.
-
-    Raises:
-      jinja2.TemplateError: the template refuses the messages, is invalid, fails, or exceeds the sandbox or its limits.
+    does not know are described in the system message. Raises jinja2.TemplateError where the template refuses the
+    messages, is invalid, fails, or exceeds the sandbox or its limits.
     """
     messages, offered = _offer_tools(template, messages, tools)
     try:

@@ -42,9 +42,8 @@ def read_tfds(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     """
     path = source.removeprefix(PREFIX)
     remedy = "pip install '.[data]' or -r requirements-data.txt, or name a JSONL file."
-    tfds = optional_package(  # 0.8 s and 280 MB
-        "tensorflow_datasets", f"{source} needs tensorflow-datasets and array_record", remedy
-    )
+    # Its import takes 0.8 s and 280 MB.
+    tfds = optional_package("tensorflow_datasets", f"{source} needs tensorflow-datasets and array_record", remedy)
     folder, split = _prepared(path), None
     if folder is None:
         parent, _, split = path.rpartition("/")

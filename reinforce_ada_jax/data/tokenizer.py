@@ -32,13 +32,6 @@ CHATML_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 TEMPLATES = ("plain", "qwen_math", "chat")
 
 
-def _special_tokens(config: dict[str, Any], vocabulary: Any) -> dict[str, str]:
-    """Returns the named tokens of tokenizer_config.json ("bos_token": ...); other ones from a SentencePiece model."""
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    tokens = vocabulary.special_tokens if isinstance(vocabulary, SentencePieceVocabulary) else {}
-    return tokens | {name: token_text(config[name]) for name in names if config.get(name)}
-
-
 def _stop_ids(folder: pathlib.Path, vocabulary: Any, special_tokens: dict[str, str]) -> tuple[int, ...]:
     """Returns every id that ends a response, sorted: those that the folder's files name, and those of ChatML."""
     ids: set[int] = set()
@@ -98,11 +91,15 @@ class Tokenizer:
                 "Copy it from the model's folder."
             )
         vocabulary = read_vocabulary(folder, config)
-        if isinstance(vocabulary, tokenizers.Tokenizer):
+        special_tokens: dict[str, str] = {}
+        if isinstance(vocabulary, SentencePieceVocabulary):
+            special_tokens |= vocabulary.special_tokens
+        else:
             # A file may have a length limit or padding from its training; a prompt is never cut.
             vocabulary.no_truncation()
             vocabulary.no_padding()
-        special_tokens = _special_tokens(config, vocabulary)
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special_tokens |= {name: token_text(config[name]) for name in names if config.get(name)}
         return cls(
             folder=folder,
             vocab_size=1 + max(vocabulary.get_vocab().values()),

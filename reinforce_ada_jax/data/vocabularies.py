@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import models, pre_tokenizers
 
 from reinforce_ada_jax.files import model_files
-from reinforce_ada_jax.files.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT, begin_with, split_into_bytes
+from reinforce_ada_jax.files.gguf_tokenizer import begin_with, byte_pairs
 
-_BYTE_PAIR_CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
+# Rules that split text (`gguf_tokenizer.PRE_TOKENIZERS`), by the class of the tokenizer.
+_BYTE_PAIR_RULES = {"Qwen2Tokenizer": "qwen2", "GPT2Tokenizer": "gpt-2"}
 
 # The 256 special tokens after the ranks in Llama 3.1, 3.2 and 3.3, for folders that do not list them.
 LLAMA3_SPECIAL_TOKENS = (
@@ -74,10 +75,9 @@ class SentencePieceVocabulary:
         self._after_added = self._model if config.get("legacy") else self._inner
         num_pieces = len(self._model)
         self._pieces = {self._model.id_to_piece(index): index for index in range(num_pieces)}
-        self._special = {index for index in range(num_pieces) if self._model.is_control(index)}
-        self._special.update(index for index in [self._model.unk_id()] if index >= 0)
-        named = {self._model.id_to_piece(index): index for index in sorted(self._special)}
-        self._added = dict(named)
+        unknown = self._model.unk_id()
+        self._special = {index for index in range(num_pieces) if index == unknown or self._model.is_control(index)}
+        self._added = {self._model.id_to_piece(index): index for index in sorted(self._special)}
         for token, index in zip(added, ids, strict=True):
             if self._pieces.get(token.content, num_pieces) != min(index, num_pieces):
                 raise ValueError(
@@ -91,16 +91,11 @@ class SentencePieceVocabulary:
         # The longest first, because an added token may begin with another one.
         longest = sorted(self._added, key=lambda content: (-len(content), content))
         self._added_pattern = re.compile("|".join(map(re.escape, longest)))
-        model_ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
-        model_ids |= {"unk_token": self._model.unk_id(), "pad_token": self._model.pad_id()}
+        bos, eos = self._model.bos_id(), self._model.eos_id()
+        model_ids = {"bos_token": bos, "eos_token": eos, "unk_token": unknown, "pad_token": self._model.pad_id()}
         self.special_tokens = {name: self._model.id_to_piece(index) for name, index in model_ids.items() if index >= 0}
-        self._before, self._after = (
-            [self._model.piece_to_id(self.special_tokens[name])] if wanted and name in self.special_tokens else []
-            for name, wanted in (
-                ("bos_token", config.get("add_bos_token", True)),
-                ("eos_token", config.get("add_eos_token", False)),
-            )
-        )
+        self._before = [bos] if bos >= 0 and config.get("add_bos_token", True) else []
+        self._after = [eos] if eos >= 0 and config.get("add_eos_token", False) else []
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
         """Returns the ids of a text, including those of added tokens in it."""
@@ -201,21 +196,16 @@ def _tokenizer_json(file: pathlib.Path) -> tokenizers.Tokenizer:
 def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     """Returns the byte-level tokenizer of vocab.json and merges.txt: that of Qwen2 and Qwen3, or of GPT-2."""
     name = str(config.get("tokenizer_class", "")).removesuffix("Fast")
-    if name not in _BYTE_PAIR_CLASSES:
+    if name not in _BYTE_PAIR_RULES:
         raise ValueError(
             f"{folder} has vocab.json and merges.txt, and tokenizer_config.json names the class {name!r:.80}. The "
-            f"pattern that splits text is known for {', '.join(_BYTE_PAIR_CLASSES)} only: add its tokenizer.json."
+            f"pattern that splits text is known for {', '.join(_BYTE_PAIR_RULES)} only: add its tokenizer.json."
         )
     with native_errors(f"{folder}: vocab.json and merges.txt are not byte pairs; copy both"):
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    tokenizer = tokenizers.Tokenizer(model)
-    if name == "GPT2Tokenizer":
-        prefix = bool(config.get("add_prefix_space", False))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    else:
-        tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = split_into_bytes(QWEN2_SPLIT)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_pairs(model, _BYTE_PAIR_RULES[name])
+    if name == "GPT2Tokenizer" and config.get("add_prefix_space"):
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     _add(tokenizer, *_added_tokens(folder, config), folder)
     if config.get("add_bos_token"):
         begin_with(tokenizer, token_text(config["bos_token"]))
@@ -276,9 +266,7 @@ def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokeni
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += ((written[left], written[right]) for left, right in pairs)
     vocabulary = {written[token]: rank for token, rank in ranks.items()}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    tokenizer.pre_tokenizer = split_into_bytes(LLAMA3_SPLIT)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_pairs(models.BPE(vocabulary, merges, ignore_merges=True), "llama-bpe")
     added, ids = _added_tokens(folder, config)
     if not added:
         added = [tokenizers.AddedToken(token, special=True, normalized=False) for token in LLAMA3_SPECIAL_TOKENS]

@@ -17,10 +17,7 @@ HEADER = ".header.json"  # NAME.header.json says how the stored responses NAME.j
 
 
 def write_atomically(file: AnyPath, content: str | bytes) -> None:
-    """Writes `content` such that a kill, or the loss of the machine, leaves the old content or all of the new one.
-
-    If writing fails, nothing new is left.
-    """
+    """Writes `content`; a kill, an error, or the loss of the machine leaves the old content or all of the new one."""
     content = content.encode() if isinstance(content, str) else content
     if buckets.is_bucket(file):  # an object appears as a whole
         file.write_bytes(content)

@@ -42,6 +42,17 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "qwen2": lambda: split_into_bytes(QWEN2_SPLIT),
     "llama-bpe": lambda: split_into_bytes(LLAMA3_SPLIT),
 }
+
+
+def byte_pairs(model: models.BPE, rule: str) -> tokenizers.Tokenizer:
+    """Returns a tokenizer that splits text by a rule of `PRE_TOKENIZERS`, and merges bytes."""
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[rule](), decoders.ByteLevel()
+    if rule == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that are split off before the rest is merged
 # End tokens: of a text, of a turn, and of a message.
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -108,10 +119,7 @@ def _tokenizer(metadata: _Metadata) -> tokenizers.Tokenizer:
     begin = metadata.first_id()
     try:
         vocabulary = {token: index for index, token in enumerate(metadata.tokens)}
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-        tokenizer.pre_tokenizer, tokenizer.decoder = PRE_TOKENIZERS[pre](), decoders.ByteLevel()
-        if pre == "qwen2":
-            tokenizer.normalizer = normalizers.NFC()
+        tokenizer = byte_pairs(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"), pre)
         for kind in (CONTROL, USER_DEFINED):
             of_kind = [token for token, each in zip(metadata.tokens, metadata.kinds, strict=True) if each == kind]
             tokenizer.add_tokens(
@@ -124,8 +132,11 @@ def _tokenizer(metadata: _Metadata) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def files(file: pathlib.Path) -> dict[str, str]:
-    """Returns the texts of tokenizer.json, tokenizer_config.json, generation_config.json and the chat template."""
+def write(file: pathlib.Path, folder: pathlib.Path) -> None:
+    """Writes a GGUF file's tokenizer and chat template into a folder, and generation_config.json with its end tokens.
+
+    Raises ValueError where the file has no such tokenizer.
+    """
     header = gguf.read(file)
     try:
         metadata = _Metadata(header.metadata)
@@ -146,10 +157,7 @@ def files(file: pathlib.Path) -> dict[str, str]:
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2) + "\n",
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
     }
-    return texts if template is None else texts | {"chat_template.jinja": template}
-
-
-def write(file: pathlib.Path, folder: pathlib.Path) -> None:
-    """Writes the tokenizer of a GGUF file into a folder; raises ValueError as `files` does."""
-    for name, text in files(file).items():
+    if template is not None:
+        texts["chat_template.jinja"] = template
+    for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

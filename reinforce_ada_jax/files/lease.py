@@ -116,10 +116,8 @@ class Lease:
 
     def _renew_while_held(self) -> None:
         while not self._end.wait(self._renew_s) and not self._lost:
-            try:
+            with contextlib.suppress(buckets.BucketError):  # `check` says so, if the time runs out
                 self._renew()
-            except buckets.BucketError:
-                continue  # `check` says so, if the time runs out
 
     def check(self) -> None:
         """Raises LostError if another process has the lease, BucketError if that can't be found out."""

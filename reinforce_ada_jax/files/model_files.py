@@ -17,17 +17,10 @@ MAX_BYTES, MAX_JSON_BYTES = 64 * 2**20, 16 * 2**20
 _REMEDY = "Copy it again from the model's folder, from where you trust it."
 
 
-def _homes(folder: pathlib.Path) -> tuple[pathlib.Path, ...]:
-    """Returns the folders that files of `folder` may lie in: itself, and the blobs of the hub's cache around it."""
-    real = folder.resolve()
-    return (real, real.parent.parent / "blobs") if real.parent.name == "snapshots" else (real,)
-
-
 def is_present(file: pathlib.Path, max_bytes: int | None = MAX_BYTES) -> bool:
     """Returns True if a file is there, directly in its model folder, and may be opened; False if there is none.
 
-    Raises:
-      ValueError: it is no regular file, a link to a file elsewhere, or too large.
+    Raises ValueError where it is no regular file, a link to a file elsewhere, or too large.
     """
     try:
         status = file.stat()
@@ -37,8 +30,9 @@ def is_present(file: pathlib.Path, max_bytes: int | None = MAX_BYTES) -> bool:
         raise ValueError(f"{file} can't be opened ({error.strerror}). {_REMEDY}") from error
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{file} is no regular file, but a folder, a device, a pipe or a socket. {_REMEDY}")
-    real = file.resolve()
-    if not any(real.is_relative_to(home) for home in _homes(file.parent)):
+    real, folder = file.resolve(), file.parent.resolve()
+    in_cache = folder.parent.name == "snapshots" and real.is_relative_to(folder.parent.parent / "blobs")
+    if not (real.is_relative_to(folder) or in_cache):
         remedy = f"name {real} itself" if file.suffix == ".gguf" else "put the file itself there"
         raise ValueError(
             f"{file} is a link to {real}, outside of its folder. Only links within the folder, or into the cache of "

@@ -12,6 +12,7 @@ from reinforce_ada_jax.data import tokenizer_trial, vocabularies
 from reinforce_ada_jax.data.files import read_file
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.files import gguf_tokenizer
 from reinforce_ada_jax.serving.response_text import TextStream
 from tests.data import shared
 
@@ -117,7 +118,7 @@ def test_llama3_is_tiktoken(load):
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
     special = {token: len(ranks) + index for index, token in enumerate(vocabularies.LLAMA3_SPECIAL_TOKENS)}
     theirs = tiktoken.Encoding(
-        "llama3", pat_str=vocabularies.LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=special
+        "llama3", pat_str=gguf_tokenizer.LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=special
     )
     ours = load("llama3")
     assert [special[token] for token in ("<|begin_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>")] == [

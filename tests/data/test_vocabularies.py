@@ -11,6 +11,7 @@ import tiktoken
 
 from reinforce_ada_jax.data import vocabularies
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.files import gguf_tokenizer
 from reinforce_ada_jax.serving.response_text import TextStream
 
 TEXTS = ["", " ", "  the cat\n\n sat", "1 + 1 = 2", "the the  the", "naïve 你好 🙂", "it's THE CAT'S mat\t12345"]
@@ -157,7 +158,7 @@ def test_ranks_are_what_tiktoken_says(tmp_path, ranks, seed):
     special = {token: 270 + index for index, token in enumerate(vocabularies.LLAMA3_SPECIAL_TOKENS)}
     theirs = tiktoken.Encoding(
         "tiny",
-        pat_str=vocabularies.LLAMA3_SPLIT,
+        pat_str=gguf_tokenizer.LLAMA3_SPLIT,
         mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
         special_tokens=special,
     )
