@@ -31,7 +31,7 @@ ROLES = ("user", "tool", "system")
 def messages_of(value: Any, method: str) -> list[Message]:
     """Returns the messages that a method of an environment returned; Invalid if it is no list of others' messages."""
     if isinstance(value, list | tuple) and value:
-        found = [{"role": each["role"], "content": each["content"]} for each in value if _is_message(each)]
+        found = [{"role": each["role"], "content": each["content"]} for each in value if is_message(each)]
         if len(found) == len(value):
             return found
     end = "" if method == "reset" else ", or a finite number, the final reward"
@@ -41,7 +41,7 @@ def messages_of(value: Any, method: str) -> list[Message]:
     )
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
     if not isinstance(value, Mapping) or not value.keys() >= {"role", "content"}:
         return False
     role, content = value["role"], value["content"]

@@ -97,14 +97,12 @@ def run(tools: Mapping[str, Tool], call: Call) -> str:
         allowed = parameters["properties"].get(name)
         if allowed is None:
             return f"error: {call.name} has no argument {name!r}"
-        fits = isinstance(value, _ACCEPTED[allowed["type"]]) and isinstance(value, bool) == (
-            allowed["type"] == "boolean"
-        )
+        kind = allowed["type"]
+        fits = isinstance(value, _ACCEPTED[kind]) and isinstance(value, bool) == (kind == "boolean")
         optional = value is None and name not in parameters["required"]
         if not optional and (not fits or value not in allowed.get("enum", [value])):
-            return f"error: {name} must be of type {allowed['type']}" + (
-                f", one of {', '.join(map(str, allowed['enum']))}" if "enum" in allowed else ""
-            )
+            choices = f", one of {', '.join(map(str, allowed['enum']))}" if "enum" in allowed else ""
+            return f"error: {name} must be of type {kind}{choices}"
     missing = [name for name in parameters["required"] if name not in arguments]
     if missing:
         return f"error: {call.name} needs the argument {missing[0]!r}"

@@ -24,8 +24,7 @@ from reinforce_ada_jax.environments.verifiers_agent import Agent, Chat, Tool, to
 def adapt(settings: Any) -> "type[Environment]":
     """Returns the class of an environment, from the id of a taskset, an installed package, or from its `EnvConfig`.
 
-    Raises:
-      Invalid: the environment needs what is not here: a second model, a container, a program as its agent.
+    Raises Invalid where the environment needs what is not here: a second model, a container, a program as its agent.
     """
     config = vf.resolve_env_config({"taskset": {"id": settings}} if isinstance(settings, str) else settings)
     host = _Host(vf.load_environment(config))
@@ -135,9 +134,7 @@ class _Model(vf.Client):
     def __init__(self):
         self.episodes: dict[str, _Episode] = {}
 
-    async def get_response(
-        self, dialect, body, sampling, session_id: Any = None, turn=None, headers=None
-    ) -> "vf.Response":
+    async def get_response(self, dialect, body, sampling, session_id: Any = None, turn=None, headers=None) -> Any:
         message = await self.episodes[session_id].ask(body["messages"])
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         choice = {"index": 0, "finish_reason": reason, "message": message}

@@ -61,12 +61,8 @@ class Agent(vf.Agent):
         # Another harness is a program. A turn of the model can't be repeated, so there are no retries. A clock would
         # count the model's time, in which a run may update its weights, or be interrupted.
         timeout = config.timeout.model_copy(update={"rollout": _NEVER_S})
-        update = {
-            "harness": chat.config,
-            "runtime": vf.SubprocessConfig(),
-            "retries": vf.RetryConfig(),
-            "timeout": timeout,
-        }
+        update = {"harness": chat.config, "runtime": vf.SubprocessConfig(), "retries": vf.RetryConfig()}
+        update |= {"timeout": timeout}
         super().__init__(config.model_copy(update=update), interception=interception)
         self.harness, self._name, self._begin = chat, name, begin
 

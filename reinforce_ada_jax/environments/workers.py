@@ -9,14 +9,13 @@ import collections
 import dataclasses
 import itertools
 import math
-import pathlib
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from reinforce_ada_jax.environments.episode import ROLES, Message
+from reinforce_ada_jax.environments.episode import Message, is_message
 from reinforce_ada_jax.isolation import workers as workers_lib
 from reinforce_ada_jax.isolation.child import Child
 from reinforce_ada_jax.isolation.messages import Malformed
@@ -53,14 +52,10 @@ def _read(message: Mapping[str, Any]) -> Reply | str:
         return failure
     if isinstance(reward, float) and math.isfinite(reward):
         return Reply(reward=reward)
-    if isinstance(found, list) and found and all(map(_is_message, found)):
-        return Reply(messages=tuple(found))
+    if isinstance(found, list) and found and all(map(is_message, found)):
+        if all(isinstance(text, str) for each in found for text in each.values()):
+            return Reply(messages=tuple(found))
     raise Malformed
-
-
-def _is_message(value: Any) -> bool:
-    is_text = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-    return is_text and "content" in value and value.get("role") in ROLES
 
 
 class EnvironmentPool:
@@ -69,11 +64,11 @@ class EnvironmentPool:
         with contextlib.closing(EnvironmentPool("game.py:Game", workers=2, timeout_s=10.0)) as pool:
             first = pool.reset({"answer": "7"}).result().messages
 
-    `reference` is "file.py:Class", `workers` the number of processes, `timeout_s` the wall-clock limit of a step. The
-    file `output` gets what environments print; None: this process's stderr.
+    `reference` is "file.py:Class", `workers` the number of processes, `timeout_s` the wall-clock limit of a step. What
+    environments print goes to the file `program.output`; None: this process's stderr.
     """
 
-    def __init__(self, reference: str, workers: int, timeout_s: float, output: pathlib.Path | None = None):
+    def __init__(self, reference: str, workers: int, timeout_s: float):
         self._timeout_s = timeout_s
         self.tools: tuple[dict[str, Any], ...] = ()  # descriptions of those that the class has, after `check`
         self.failure = ""  # the first failure since this was last set to ""
@@ -83,7 +78,6 @@ class EnvironmentPool:
             names="environment processes",
             loads=repr(reference),
             refusal=f"environment.path is {reference!r}",
-            output=output,
         )
         self._lock, self._keys = threading.Lock(), itertools.count()
         self._workers = [Worker(self.program) for _ in range(workers)]
@@ -111,10 +105,10 @@ class EnvironmentPool:
             self.failure = self.failure or f"{self.program.arguments[-1]}: {why}"
         return Reply(failure=reason)
 
-    def reset(self, problem: Mapping[str, Any], address: Sequence[int] = ()) -> Future[Reply]:
+    def reset(self, problem: Mapping[str, Any]) -> Future[Reply]:
         """Returns the first messages of a problem, from an environment that is used for nothing else."""
         worker = next(self._in_turn)
-        return worker.thread.submit(self._ask, worker, Episode("", problem, address, ()))
+        return worker.thread.submit(self._ask, worker, Episode("", problem, (), ()))
 
     def begin(self, problem: Mapping[str, Any], address: Sequence[int], first: Sequence[Mapping[str, str]]) -> Episode:
         """Returns a new episode, which no process has before its first step."""
@@ -134,8 +128,7 @@ class EnvironmentPool:
 
     def _ask(self, worker: Worker, episode: Episode) -> Reply:
         """Returns the answer to the newest turn of an episode, which keeps it, or to `reset` where it has none."""
-        num_ended = len(self._over[worker])
-        ended = [self._over[worker].popleft() for _ in range(num_ended)]
+        ended = [self._over[worker].popleft() for _ in range(len(self._over[worker]))]
 
         def request(process: Child) -> tuple[dict[str, Any], float]:
             repeat = bool(episode.turns) and episode.process is not process

@@ -146,11 +146,9 @@ def serve(
 ) -> None:
     """Answers the requests of the parent in a confined process below a supervisor, until the parent closes the socket.
 
-    Args:
-      descriptor: of the socket.
-      load: returns what the parent is told in addition to {"ready": true}, and the function that answers. Where it
-        fails, the parent gets the error in one line, with its traceback.
-      limit_s: returns the time after which the parent kills this process if a request has no answer.
+    `load` returns what the parent is told in addition to {"ready": true}, and the function that answers. Where it
+    fails, the parent gets the error in one line, with its traceback. `limit_s` returns the time after which the parent
+    kills this process if a request has no answer.
     """
     process_tree.supervise(descriptor)
     confine(ADDRESS_SPACE_BYTES)

@@ -41,9 +41,8 @@ class Inbox:
     def read(self) -> dict[str, Any] | None:
         """Returns the message that has arrived whole, None if its end is missing; never waits.
 
-        Raises:
-          EOFError: the child closed its end.
-          Malformed: the line is too long, is no JSON object, or more follows it: a child sends one and waits.
+        Raises EOFError where the child closed its end, and Malformed where the line is too long, is no JSON object, or
+        more follows it: a child sends one and waits.
         """
         try:
             data = self._connection.recv(_READ_BYTES, socket.MSG_DONTWAIT)

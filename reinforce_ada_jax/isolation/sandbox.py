@@ -196,8 +196,7 @@ class _Running:
 
 
 def _start(program: Program, limits: Limits, owner: int | None, folder: str | None) -> _Running:
-    pipes = [os.pipe(), os.pipe(), os.pipe()]
-    (stdin, ours_in), (ours_out, stdout), (ours_report, report) = pipes
+    (stdin, ours_in), (ours_out, stdout), (ours_report, report) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
@@ -284,11 +283,7 @@ def _end_all(running: Sequence[_Running]) -> None:
 
 
 def _run(
-    programs: Sequence[Program],
-    limits: Limits,
-    on_start: Sequence[Callable[[], None]] = (),
-    *,
-    with_namespaces: bool,
+    programs: Sequence[Program], limits: Limits, on_start: Sequence[Callable[[], None]] = (), *, with_namespaces: bool
 ) -> Outcome:
     owner = _FIRST_UID + os.getpid() % _UIDS if os.getuid() == 0 else None
     process_tree.adopt()
@@ -346,10 +341,8 @@ def weakness() -> str:
 def run(programs: Sequence[Program], limits: Limits, on_start: Sequence[Callable[[], None]] = ()) -> Outcome:
     """Runs programs at the same time until the first one ends or meets a limit, ends all, and returns its outcome.
 
-    Args:
-      programs: one, or several with channels between them.
-      limits: of each.
-      on_start: called when all have been started, such as to close our ends of the channels.
+    The programs are one, or several with channels between them; each has the limits. `on_start` is called when all have
+    been started, such as to close our ends of the channels.
     """
     return _run(programs, limits, on_start, with_namespaces=not weakness())
 

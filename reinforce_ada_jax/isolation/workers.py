@@ -101,10 +101,7 @@ class Program:
 
 
 class Worker:
-    """One process, which is started when it is needed, and the thread that waits for it.
-
-    `start` and `ask` are for that thread, the other methods for any other.
-    """
+    """One process, started when it is needed, and its thread, which calls `start` and `ask`; others call the rest."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -117,11 +114,13 @@ class Worker:
     def start(self) -> child.Child:
         """Returns a process that is ready; it is another one if the last one has ended, or wrote without a request.
 
-        Raises:
-          CannotStart: the program says why, or several processes in a row did not start.
+        Raises CannotStart where the program says why it does not start, or several processes in a row did not start.
         """
-        if self.child is not None and _is_readable(self.child):
-            self._end(kill=True)
+        if self.child is not None:
+            poll = select.poll()  # select.select refuses file descriptors above 1,023
+            poll.register(self.child.connection, select.POLLIN)
+            if poll.poll(0):  # an idle process has ended, or has written without a request
+                self._end(kill=True)
         while self.child is None:
             self._is_interrupted = False
             self.child = self._program.start()
@@ -148,16 +147,11 @@ class Worker:
         return self.child
 
     def ask(
-        self,
-        process: child.Child,
-        message: Mapping[str, Any],
-        limit_s: float,
-        read: Callable[[Mapping[str, Any]], _T],
+        self, process: child.Child, message: Mapping[str, Any], limit_s: float, read: Callable[[Mapping[str, Any]], _T]
     ) -> _T:
         """Returns `read` of the answer to a message; `read` raises `messages.Malformed` for anything else.
 
-        Raises:
-          Lost: the process took too long, or ended.
+        Raises Lost where the process took too long, or ended.
         """
         deadline, number = time.monotonic() + limit_s, secrets.token_hex(8)
         self.is_busy = True
@@ -231,12 +225,6 @@ class Worker:
         """Waits for the thread and the process of a worker that was closed."""
         self.thread.shutdown(cancel_futures=True)
         self._end()
-
-
-def _is_readable(running: child.Child) -> bool:  # an idle process has ended, or has written without a request
-    poll = select.poll()  # select.select refuses file descriptors above 1,023
-    poll.register(running.connection, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _is_from_outside(code: int | None) -> bool:

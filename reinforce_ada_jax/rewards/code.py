@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reinforce_ada_jax.isolation import sandbox
-from reinforce_ada_jax.isolation.sandbox import Limits, Outcome, Program
+from reinforce_ada_jax.isolation.sandbox import Limits, Program
 from reinforce_ada_jax.rewards.code_tests import FunctionCall, InputOutput, Test, read_tests
 from reinforce_ada_jax.rewards.code_wire import close
 from reinforce_ada_jax.rewards.dialects import Columns, RewardFn
@@ -37,10 +37,7 @@ _SPARE_S = 0.5  # for the start and the end of a sandbox
 
 
 def _source(name: str, *parts: str) -> str:
-    """Returns the text of a module for `python -c`, which gets the parts that it imports as modules.
-
-    No file of this package is in a sandbox.
-    """
+    """Returns a module's text for `python -c`, with those that it imports: no file of this package is in a sandbox."""
     folder, package = pathlib.Path(__file__).parent, __name__.rpartition(".")[0]
     texts = {part: (folder / f"{part}.py").read_text(encoding="utf-8") for part in (*parts, name)}
     made = (f"new('{package}.{part}', {texts[part]!r})" for part in parts)
@@ -100,20 +97,13 @@ def same_output(written: str, expected: str) -> bool:
     return len(ours) == len(theirs) and all(map(_same_token, ours, theirs))
 
 
-def _reason(outcome: Outcome) -> str:
-    return f"{outcome.limit}_limit" if outcome.limit else "exception" if outcome.code else ""
-
-
-def _run_program(program: bytes, test: InputOutput, limits: Limits) -> tuple[bool, str]:
-    outcome = sandbox.run([Program(["-c", _SCRIPT], {"program.py": program}, test.input.encode())], limits)
-    reason = _reason(outcome)
-    return not reason and same_output(outcome.output.decode(errors="replace"), test.output), reason
-
-
 def _run_test(program: bytes, test: Test, limits: Limits) -> tuple[bool, str]:
     """Runs test and program in two sandboxes that a socket connects; input and output need the program's alone."""
+    files = {"program.py": program}
     if isinstance(test, InputOutput):
-        return _run_program(program, test, limits)
+        outcome = sandbox.run([Program(["-c", _SCRIPT], files, test.input.encode())], limits)
+        reason = f"{outcome.limit}_limit" if outcome.limit else "exception" if outcome.code else ""
+        return not reason and same_output(outcome.output.decode(errors="replace"), test.output), reason
     token = secrets.token_hex(16)  # written after the last assertion, by a process in which the program has no part
     given: dict[str, Any] = {"token": token}
     if isinstance(test, FunctionCall):
@@ -122,7 +112,6 @@ def _run_test(program: bytes, test: Test, limits: Limits) -> tuple[bool, str]:
         given |= {"code": test.code}
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        files = {"program.py": program}
         sides = [
             Program(["-c", _TEST_SIDE], stdin=json.dumps(given).encode(), channel=ours.fileno()),
             Program(["-c", _PROGRAM_SIDE], files, channel=theirs.fileno()),

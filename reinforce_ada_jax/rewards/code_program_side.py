@@ -13,7 +13,7 @@ import sys
 import types
 
 from reinforce_ada_jax.rewards.code_script import run
-from reinforce_ada_jax.rewards.code_wire import CHANNEL_CLOSED, PLAIN, SUPPORTED, WORD_OF, decode, encode, error_from
+from reinforce_ada_jax.rewards.code_wire import ABILITIES, CHANNEL_CLOSED, PLAIN, decode, encode, error_from, send
 
 MAX_PRINTED = 2**20  # bytes of one call that the test gets
 
@@ -65,7 +65,7 @@ OPERATIONS = {
 def abilities(kind):
     """Returns the special methods of a class that decide what the test may do with its objects."""
     names = {name for each in kind.__mro__[:-1] for name, method in vars(each).items() if callable(method)}
-    return sorted(names.intersection(SUPPORTED).union(names.intersection(WORD_OF)))
+    return sorted(names & ABILITIES)
 
 
 def python_value(module, names):
@@ -135,7 +135,7 @@ class Program:
 
     def call_back(self, index, args, kwargs):
         """Calls a function of the test, which may itself call functions of the program."""
-        self.write({"call": [index, encode(args, self.keep), encode(kwargs, self.keep)]})
+        send(self.lines, {"call": [index, encode(args, self.keep), encode(kwargs, self.keep)]})
         answer = self.serve()
         if answer is None:
             os._exit(CHANNEL_CLOSED)
@@ -167,14 +167,6 @@ class Program:
             answer = {"error": self.error(error)}
         return answer | {"printed": self.printed()}
 
-    def write(self, message):
-        line = json.dumps(message).encode() + b"\n"
-        try:
-            self.lines.write(line)
-            self.lines.flush()
-        except OSError:  # the test has ended
-            os._exit(CHANNEL_CLOSED)
-
     def read(self):
         try:
             return self.lines.readline()
@@ -187,7 +179,7 @@ class Program:
             message = json.loads(line)
             if isinstance(message, dict):
                 return message
-            self.write(self.answer(message))
+            send(self.lines, self.answer(message))
         return None
 
 

@@ -26,7 +26,7 @@ import types
 
 from reinforce_ada_jax.rewards.code_names import Names
 from reinforce_ada_jax.rewards.code_remote import VERDICT, ErrorClass, Remote, remote_class, unsupported
-from reinforce_ada_jax.rewards.code_wire import CHANNEL_CLOSED, PLAIN, close, decode, encode, python_error
+from reinforce_ada_jax.rewards.code_wire import CHANNEL_CLOSED, PLAIN, close, decode, encode, python_error, send
 
 MAX_ANSWER = 2**25  # bytes
 # Exceptions from reading an answer that `code_program_side` did not write.
@@ -120,20 +120,14 @@ class Channel:
         if not is_function(function):  # one of Python's, such as eval, which the program has itself
             os._exit(CHANNEL_CLOSED)
         try:
-            self.write({"value": encode(function(*args, **kwargs), self.keep)})
+            send(self.lines, {"value": encode(function(*args, **kwargs), self.keep)})
         except AssertionError:  # the program could catch it
             os._exit(1)
         except Exception as error:
             own = getattr(error, "__remote__", None)
             names = [kind.__name__ for kind in type(error).__mro__]
-            self.write({"number": own.__state__.number} if own else {"error": names, "text": str(error)[:1000]})
-
-    def write(self, message):
-        try:
-            self.lines.write(json.dumps(message).encode() + b"\n")
-            self.lines.flush()
-        except OSError:
-            os._exit(CHANNEL_CLOSED)
+            answer = {"number": own.__state__.number} if own else {"error": names, "text": str(error)[:1000]}
+            send(self.lines, answer)
 
     def read(self):
         """Returns the next message of the program. If there is none, the test ends: it might expect an exception."""
@@ -163,7 +157,7 @@ class Channel:
     def ask(self, what, number, argument=None, keywords=None):
         """Returns the program's answer, or raises its exception; `keywords` are those of a call."""
         with self.lock:
-            self.write([what, number, encode(argument, self.keep), encode(keywords or {}, self.keep)])
+            send(self.lines, [what, number, encode(argument, self.keep), encode(keywords or {}, self.keep)])
             while "call" in (answer := self.read()):
                 self.call_back(answer["call"])
             error, value = self.read_answer(answer, (argument, keywords or {}))

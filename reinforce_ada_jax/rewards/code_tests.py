@@ -140,11 +140,6 @@ def _runs(code: str) -> bool:
     return False
 
 
-def _packed(name: str, value: Any) -> bool:
-    """Returns True for the private tests of LiveCodeBench: a pickle, which nothing here may open."""
-    return name == "private_test_cases" and isinstance(_from_json(value), str)
-
-
 def _of_value(value: Any, function: str) -> list[Test]:
     value = _from_json(value)
     if isinstance(value, str):
@@ -156,18 +151,14 @@ def _of_value(value: Any, function: str) -> list[Test]:
     return list(itertools.chain.from_iterable(_of_value(entry, function) for entry in value))
 
 
-def _setup(columns: Mapping[str, Any]) -> str:
-    imports = columns.get("test_imports")
-    lines = imports if isinstance(imports, list) else [imports]
-    return "".join(f"{text}\n" for text in (*lines, columns.get("test_setup_code")) if isinstance(text, str))
-
-
 def read_tests(columns: Mapping[str, Any]) -> list[Test]:
     """Returns the tests of a problem; ValueError if it has none, or they have another form."""
     model, metadata = columns.get("reward_model"), _from_json(columns.get("metadata"))
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     function = (_first(metadata, _FUNCTIONS) if isinstance(metadata, Mapping) else None) or ""
-    given = {name: value for name, value in columns.items() if not _packed(name, value)}
+    given = dict(columns)
+    if isinstance(_from_json(given.get("private_test_cases")), str):
+        del given["private_test_cases"]  # of LiveCodeBench: a pickle, which nothing here may open
     groups = [[given.get(name) for name in group] for group in COLUMNS] + [[truth]]
     names = [" + ".join(group) for group in COLUMNS] + ["reward_model.ground_truth"]
     for name, group in zip(names, groups, strict=True):
@@ -179,7 +170,9 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
             break
     else:
         raise ValueError(f"no tests: none of {', '.join(names)} among its columns {', '.join(sorted(columns)):.200}")
-    setup, entry = _setup(columns), columns.get("entry_point")
+    imports, entry = columns.get("test_imports"), columns.get("entry_point")
+    lines = [*(imports if isinstance(imports, list) else [imports]), columns.get("test_setup_code")]
+    setup = "".join(f"{line}\n" for line in lines if isinstance(line, str))
     call = f"\ncheck({entry})\n" if name == "test" and isinstance(entry, str) and entry.isidentifier() else ""
 
     def whole(code: str) -> str:

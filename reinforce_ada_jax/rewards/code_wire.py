@@ -5,7 +5,9 @@ Nothing of this package can be imported there.
 
 import collections
 import importlib
+import json
 import math
+import os
 import sys
 from typing import Any
 
@@ -41,6 +43,7 @@ REFUSED = {
     "async": "await aiter anext aenter aexit",
 }  # fmt: skip
 WORD_OF = {f"__{name}__": word for word, names in REFUSED.items() for name in names.split()}
+ABILITIES = {*SUPPORTED, *WORD_OF}
 ARRAYS = "biufcSUmM"  # kinds of the elements of numpy's arrays that are data
 # Exceptions that end a loop, or that need more than a text: the other process raises Exception or RuntimeError instead.
 NOT_RAISED = (
@@ -102,12 +105,6 @@ def encode(value, keep):
     return found
 
 
-def array_of(dtype, shape, data):
-    """Returns an array of numpy, or a scalar if it has no dimensions."""
-    numpy = importlib.import_module("numpy")
-    return numpy.frombuffer(bytes.fromhex(data), str(dtype)).reshape(shape).copy()[()]  # no dtype with pointers
-
-
 def decode(value, find) -> Any:
     """Returns the value of `encode`; `find` returns the object of a description."""
     if value is None or isinstance(value, PLAIN):
@@ -121,7 +118,9 @@ def decode(value, find) -> Any:
         module, _, name = kind.partition(".")
         found = getattr(importlib.import_module(module), name)(*(decode(each, find) for each in content))
     elif kind == "numpy":
-        found = array_of(*content)
+        dtype, shape, data = content
+        array = importlib.import_module("numpy").frombuffer(bytes.fromhex(data), str(dtype))  # no dtype with pointers
+        found = array.reshape(shape).copy()[()]  # a scalar if it has no dimensions
     elif kind == "namedtuple":
         name, fields, items = content
         items = [decode(item, find) for item in items]
@@ -142,6 +141,15 @@ def python_error(module: str, name: str) -> type[Exception] | None:
     kind = getattr(importlib.import_module(module), name, None) if module in ERROR_MODULES else None
     is_error = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED)
     return kind if is_error else None
+
+
+def send(lines, message):
+    """Writes a message to the other process; if that has ended, this one ends, too."""
+    try:
+        lines.write(json.dumps(message).encode() + b"\n")
+        lines.flush()
+    except OSError:
+        os._exit(CHANNEL_CLOSED)
 
 
 def error_from(names, text):

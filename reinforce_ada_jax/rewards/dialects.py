@@ -143,8 +143,7 @@ def takes_columns(function: Callable[..., Any]) -> bool:
 def adapt(function: Callable[..., Any]) -> RewardFn:
     """Returns a function of any signature as one of (response, answer, columns), which may raise InvalidReward.
 
-    Raises:
-      TypeError: it can't be called in any of these ways.
+    Raises TypeError where it can't be called in any of these ways.
     """
     parameters = _parameters(function)
     by_name, texts = _by_name(parameters), list(parameters)[:2]  # (response, answer) may have other names

@@ -47,10 +47,8 @@ def grade(response: str, answer: str) -> Verdict:
     r"""Returns reward 1 where the final number of `response` is `answer`, else 0: 72 is 72.00, `\$1{,}450` is 1450.
 
     Source: openai/grade-school-math, where the text after `####` is compared without commas; models that are asked to
-    box the number are read from the box.
-
-    Returns:
-      A verdict. Reasons: "no_answer" (no number), "too_long" (more than `MAX_DIGITS` characters of one).
+    box the number are read from the box. Reasons: "no_answer" (no number), "too_long" (more than `MAX_DIGITS`
+    characters of one).
     """
     number = final_number(response)
     if number is None:

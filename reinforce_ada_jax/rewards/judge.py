@@ -152,8 +152,7 @@ class _Endpoint:
     def ask_until(self, body: Mapping[str, Any], deadline: float) -> str:
         """Returns the text of the answer, after further requests with growing pauses where one fails.
 
-        Raises:
-          JudgeFailed: the time is used up, or the endpoint refuses the request.
+        Raises JudgeFailed where the time is used up, or the endpoint refuses the request.
         """
         attempt = 0
         while True:

@@ -29,10 +29,8 @@ _OPTIONAL = ("defined", "undefined", "default", "d")  # tests and filters of nam
 def checked(setting: str, columns: Collection[str] | None = None) -> str:
     """Returns the text of `judge.template` ("": the default), whose names are `GIVEN` and columns of the problem.
 
-    `columns` None: unknown, so that any may be there. A name that is asked for with `is defined` may be missing.
-
-    Raises:
-      ValueError: it can't be read, is no template, does not show the response, or uses an unknown name.
+    `columns` None: unknown, so that any may be there. A name that is asked for with `is defined` may be missing. Raises
+    ValueError where the text can't be read, is no template, does not show the response, or uses an unknown name.
     """
     text = judge_template(setting)
     if not setting:

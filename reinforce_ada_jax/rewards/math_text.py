@@ -148,7 +148,6 @@ def normalized(text: str) -> str:
 
 
 def without_percent(text: str) -> str:
-    """Returns a text without its percent signs."""
     return _PERCENT.sub("", text)
 
 

@@ -56,21 +56,13 @@ def _names() -> dict[str, Any]:
     def safe(value: Any) -> bool:
         return isinstance(value, sympy.Basic) or (isinstance(value, type) and issubclass(value, sympy.Basic))
 
-    names = {name: getattr(sympy, name) for name in sympy.__all__}
+    values = ((name, getattr(sympy, name)) for name in sympy.__all__)
     names = {
         name: value if safe(value) or name in _PLAIN_FUNCTIONS or not callable(value) else _refuse
-        for name, value in names.items()
+        for name, value in values
     }
-    harmless = {
-        "abs": abs,
-        "round": round,
-        "pow": pow,
-        "sum": sum,
-        "divmod": divmod,
-        "max": sympy.Max,
-        "min": sympy.Min,
-    }
-    return names | harmless | {"__builtins__": {}}
+    harmless = {each.__name__: each for each in (abs, round, pow, sum, divmod)}
+    return names | harmless | {"max": sympy.Max, "min": sympy.Min, "__builtins__": {}}
 
 
 def _parse_python(text: str, caret_is_power: bool = False) -> Any:

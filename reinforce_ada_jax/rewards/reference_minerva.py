@@ -41,11 +41,7 @@ _MEANING = (
     (re.compile(r"([ {])\."), r"\g<1>0."),
     (re.compile("infinity"), r"\\infty"),
 )
-_REST = (
-    (re.compile("and"), ""),
-    (re.compile(r"\\mathbf"), ""),
-    (re.compile(r"\\mbox\{.*?\}"), ""),
-)
+_REST = ((re.compile("and"), ""), (re.compile(r"\\mathbf"), ""), (re.compile(r"\\mbox\{.*?\}"), ""))
 _DECIMAL_ZEROS = ((re.compile(r"(\d+)\.0*(\D)"), r"\1\2"), (re.compile(r"(\d+)\.0*$"), r"\1"))
 _ROOT = re.compile(r"\\sqrt(\w+)")
 _WHOLE = re.compile(r"0|-?[1-9][0-9]*")

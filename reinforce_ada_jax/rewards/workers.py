@@ -112,20 +112,14 @@ class VerifierPool:
     def check(self, pair: Pair | None = None) -> Verdict | None:
         """Starts one worker and ends it, to find functions that can't be used before any expensive work.
 
-        Args:
-          pair: one to grade, such as a reference answer; its verdict is returned.
-
-        Raises:
-          ValueError: the functions can't be loaded; one line says why.
-          GradingFailed: the grading of the pair failed.
+        `pair` is one to grade, such as a reference answer; its verdict is returned. Raises ValueError where the
+        functions can't be loaded (one line says why), and GradingFailed where the grading of the pair failed.
         """
         single = copy.copy(self)
         single.workers, single._workers, single.failure = min(self.workers, 1), [], ""
         # The message has the error already.
         single._program = dataclasses.replace(
-            self._program,
-            output=pathlib.Path(os.devnull),
-            trial_limit_s=workers_lib.TRIAL_LIMIT_S + self._time_limit_s,
+            self._program, output=pathlib.Path(os.devnull), trial_limit_s=workers_lib.TRIAL_LIMIT_S + self._time_limit_s
         )
         try:
             with single:
@@ -160,10 +154,7 @@ class VerifierPool:
         grader: str = "",
         then: Callable[[list[Verdict]], list[Verdict]] = lambda verdicts: verdicts,
     ) -> Future[list[Verdict]]:
-        """Calls `grade_all` in a thread of the pool, one call after another; `then` maps its verdicts to the result.
-
-        That thread also iterates over `pairs`.
-        """
+        """Iterates over `pairs` and calls `grade_all` in a thread, one call after another; `then` maps its verdicts."""
         self._check_entered()
         return self._thread.submit(lambda: then(self.grade_all(pairs, grader)))
 
