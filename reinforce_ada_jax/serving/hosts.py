@@ -24,8 +24,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.scheduler import Scheduler
-from reinforce_ada_jax.sampling.state import DecodeState, EngineOptions, PromptTerms, WindowInputs, WindowOutputs
-from reinforce_ada_jax.sampling.state import default_terms as no_terms
+from reinforce_ada_jax.sampling.state import DecodeState, PromptTerms, WindowInputs, WindowOutputs, default_terms
 
 # What process 0 asks the others to do: read the weights of a model; begin with an empty state; set the terms of
 # prompts; launch a window; send the outputs of the oldest window that was not read; end.
@@ -88,7 +87,7 @@ class SharedEngine:
     """Engine of all processes, in process 0: the replicas of process 0 come first, then those of process 1, and on."""
 
     def __init__(self, engine: Engine, model: int):
-        self.options: EngineOptions = engine.options
+        self.options = engine.options
         self.replicas = engine.replicas * processes.count()
         self._engine, self._model = engine, model
 
@@ -141,7 +140,7 @@ def follow(engines: Sequence[Engine], loads: Sequence[Callable[[], Params]]) -> 
     states: dict[int, Any] = {}
     windows: dict[int, list[WindowOutputs]] = {}
     empty = [jax.tree.structure([_no_inputs(engine)] * engine.replicas) for engine in engines]
-    terms = [jax.tree.structure([no_terms(engine.options)] * engine.replicas) for engine in engines]
+    terms = [jax.tree.structure([default_terms(engine.options)] * engine.replicas) for engine in engines]
     while True:
         action, model, leaves = from_bytes(processes.receive(0))
         engine = engines[model]
@@ -159,8 +158,7 @@ def follow(engines: Sequence[Engine], loads: Sequence[Callable[[], Params]]) -> 
             states[model], outputs = engine.decode_window(weights[model], states[model], inputs)
             windows[model].append(outputs)
         elif action == _READ:
-            found = engine.fetch_outputs(windows[model].pop(0))
-            processes.send(0, to_bytes(_READ, model, found))
+            processes.send(0, to_bytes(_READ, model, engine.fetch_outputs(windows[model].pop(0))))
 
 
 def _no_inputs(engine: Engine) -> WindowInputs:

@@ -94,12 +94,10 @@ class Weights:
 
     def use(self, adapter: str, in_use: Collection[str]) -> bool:
         """Makes adapters ready; returns False while those in use leave no room. ValueError: there are none."""
-        del adapter, in_use
         return True
 
     def place(self, adapter: str) -> int:
         """Returns where the decode weights have adapters that are ready; `NO_ADAPTER` for none."""
-        del adapter
         return NO_ADAPTER
 
 

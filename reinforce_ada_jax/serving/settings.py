@@ -135,8 +135,7 @@ class ServerSettings:
         if not self.is_loopback and not self.api_key:
             raise ValueError(
                 f"--host={self.host} lets other machines in, and there is no --api_key: set one"
-                + " that begins with tml-." * tinker
-                + "." * (not tinker)
+                f"{' that begins with tml-' * tinker}."
             )
 
     def model_folders(self) -> dict[str, str]:

@@ -103,7 +103,6 @@ class JetStreamEngine(_engine_api.Engine):
         """Returns no metadata: `build_tokenizer` has the tokenizer itself."""
 
     def build_tokenizer(self, metadata: None) -> ServedTokenizer:
-        del metadata
         return ServedTokenizer(self.tokenizer)
 
     @property

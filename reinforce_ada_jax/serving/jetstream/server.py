@@ -70,12 +70,9 @@ async def print_status(servicer: servicer_lib.Servicer) -> None:
         now = dataclasses.astuple(counts)
         if now != before and any(now):
             rate = (counts.tokens - tokens) / STATUS_EVERY_S
-            print(
-                f"{counts.answered:,} answered, {servicer.running} running, {servicer.waiting} waiting, "
-                f"{counts.refused:,} refused, {counts.hung_up:,} hung up; {rate:,.1f} tokens/s",
-                file=sys.stderr,
-                flush=True,
-            )
+            calls = f"{counts.answered:,} answered, {servicer.running} running, {servicer.waiting} waiting"
+            ended = f"{counts.refused:,} refused, {counts.hung_up:,} hung up"
+            print(f"{calls}, {ended}; {rate:,.1f} tokens/s", file=sys.stderr, flush=True)
         before, tokens = now, counts.tokens
 
 

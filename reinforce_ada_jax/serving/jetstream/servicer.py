@@ -86,13 +86,6 @@ def check_supported(request: Any, metadata: Sequence[tuple[str, Any]]) -> None:
             )
 
 
-async def refuse(counts: Counts, context: grpc.aio.ServicerContext, code: grpc.StatusCode, why: str) -> NoReturn:
-    """Ends a call that is not answered, with the reason."""
-    counts.refused += 1
-    await context.abort(code, why)
-    raise AssertionError("abort raises")  # which its annotations do not say
-
-
 class Servicer:
     """`Decode` and `HealthCheck` of JetStream's protocol, for one engine behind one Driver."""
 
@@ -105,6 +98,12 @@ class Servicer:
         self._turns = asyncio.Semaphore(engine.options.slots + PREFILLED)
         # `running` are the requests that the Driver has.
         self.counts, self.running, self.waiting = Counts(), 0, 0
+
+    async def _refuse(self, context: grpc.aio.ServicerContext, code: grpc.StatusCode, why: str) -> NoReturn:
+        """Ends a call that is not answered, with the reason."""
+        self.counts.refused += 1
+        await context.abort(code, why)
+        raise AssertionError("abort raises")  # which its annotations do not say
 
     def _prompt(self, request: Any) -> np.ndarray:
         """Returns int32[T], the tokens of a request: text is encoded as it is, without a chat template."""
@@ -124,13 +123,13 @@ class Servicer:
             check_supported(request, tuple(context.invocation_metadata() or ()))
             prompt = await asyncio.to_thread(self._prompt, request)
         except ValueError as error:
-            await refuse(self.counts, context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if self._turns.locked() and self.waiting >= self._settings.waiting:
             why = (
                 f"{self.waiting} requests are waiting, and more may not: try again later, or start the server with a "
                 "larger --waiting or more --slots."
             )
-            await refuse(self.counts, context, grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+            await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, why)
         self.waiting += 1
         try:
             await self._turns.acquire()
@@ -147,7 +146,7 @@ class Servicer:
             prompt = await self._accept(request, context)
             await self._answer(prompt, request, context)
         except ValueError as error:  # tokens that the tokenizer can't decode
-            await refuse(self.counts, context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
             self.counts.hung_up += 1
             raise
@@ -197,10 +196,10 @@ class Servicer:
                 f"{self._open[peer]} calls of this address are open, and more may not be: wait for their ends, or "
                 "start the server with a larger --peer_calls."
             )
-            await refuse(self.counts, context, exhausted, why)
+            await self._refuse(context, exhausted, why)
         if self._open.total() >= self._max_calls:
             why = f"{self._max_calls} calls are open, and more may not be: try again later."
-            await refuse(self.counts, context, exhausted, why)
+            await self._refuse(context, exhausted, why)
         self._open[peer] += 1
         try:
             await self.Decode(await self._request(context), context)
@@ -213,7 +212,7 @@ class Servicer:
                 content = await context.read()
         except TimeoutError:
             why = f"no request arrived within {self._settings.request_s:g} s of the call."
-            await refuse(self.counts, context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
+            await self._refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
         except asyncio.CancelledError:
             self.counts.hung_up += 1
             raise
@@ -221,11 +220,10 @@ class Servicer:
             return pb2.DecodeRequest.FromString(content if isinstance(content, bytes) else b"")  # else EOF
         except DecodeError as error:
             why = f"the request is no DecodeRequest, or its text is not UTF-8 ({error!s:.200})."
-            await refuse(self.counts, context, grpc.StatusCode.INVALID_ARGUMENT, why)
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, why)
 
     async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
         """Reports if the Driver's threads are running, however many calls are open; its request has no content."""
-        del request, context
         return pb2.HealthCheckResponse(is_live=self._driver.live)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -242,11 +240,7 @@ class Servicer:
 
 
 def make_server(address: str, max_prompt_tokens: int) -> tuple[grpc.aio.Server, int]:
-    """Returns a server without services, bound to "host:port" (port 0: a free one), and its port.
-
-    Raises:
-      ValueError: nothing can listen at the address.
-    """
+    """Returns a server bound to "host:port" (port 0: a free one), and its port; ValueError if it cannot listen."""
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", 2**16 + BYTES_PER_TOKEN * max_prompt_tokens),
@@ -254,7 +248,7 @@ def make_server(address: str, max_prompt_tokens: int) -> tuple[grpc.aio.Server, 
             ("grpc.keepalive_time_ms", 30_000),  # to notice clients that vanished
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.server_handshake_timeout_ms", 10_000),  # of connections that say nothing
-        ],
+        ]
     )
     try:
         port = server.add_insecure_port(address)

@@ -137,11 +137,7 @@ class Answer:
         return _event([chunk for choice in self._call.choices if not choice.is_sent for chunk in self._new(choice)])
 
     def _chunk(
-        self,
-        choice: Choice,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
+        self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
     ) -> dict[str, Any]:
         row: dict[str, Any] = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason}
         row |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}

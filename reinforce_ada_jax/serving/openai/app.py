@@ -34,7 +34,6 @@ BYTES_PER_TOKEN = 64
 MAX_VALUES = 300_000
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[[Request], Awaitable[Response]]
-Prompts = list[PromptText]
 
 
 class App:
@@ -121,8 +120,7 @@ class App:
         return Response(page, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     def _description(self, name: str) -> dict[str, Any]:
-        options = self.models[name].engine.options
-        longest = options.most_tokens
+        longest = self.models[name].engine.options.most_tokens
         return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": longest}
 
     async def _list_models(self, _: Request) -> Response:
@@ -152,7 +150,7 @@ class App:
         most = protocol.DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         terms = self._terms(asked, served, most)
         self._admit(terms.num_samples * len(asked.prompts))
-        prompts: Prompts = []
+        prompts: list[PromptText] = []
         for prompt in asked.prompts:  # one at a time, so that prompts of other requests come between
             prompts.append(await self._tokenize(served, partial(_prompt, served, prompt, echo=bool(asked.echo))))
             if await request.is_disconnected():
@@ -222,7 +220,7 @@ class App:
         request: Request,
         asked: CompletionRequest | ChatRequest,
         served: Served,
-        prompts: Prompts,
+        prompts: Sequence[PromptText],
         terms: Terms,
     ) -> Response:
         if self._is_ending:

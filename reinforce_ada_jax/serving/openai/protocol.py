@@ -7,7 +7,7 @@ import json
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from reinforce_ada_jax.learning.scoring import MAX_TOP
@@ -76,16 +76,14 @@ Many = Annotated[list[Item], Field(fail_fast=True)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class StreamOptions(BaseModel, extra="forbid", strict=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is padded
 
 
-class Request(BaseModel):
+class Request(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Fields that completions and chat have in common; `top_k` is an addition of this server."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -137,29 +135,25 @@ class CompletionRequest(Request):
         return self.logprobs
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class TextPart(BaseModel, extra="forbid", strict=True):
     type: Literal["text"]
     text: str
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(BaseModel, strict=True):
     """A call that the model made; the arguments are a text of JSON, and here its value, as templates take it."""
 
-    model_config = ConfigDict(strict=True)
     name: str
     arguments: pydantic.Json[Any]
 
 
-class ToolCall(BaseModel):
-    model_config = ConfigDict(strict=True)
+class ToolCall(BaseModel, strict=True):
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)  # clients send back what they were answered
+class Message(BaseModel, extra="ignore", strict=True):  # clients send back what they were answered
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[TextPart] | None = None
     name: str | None = None
@@ -167,15 +161,13 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
-class Function(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class Function(BaseModel, extra="allow", strict=True):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Tool(BaseModel, extra="forbid", strict=True):
     type: Literal["function"]
     function: Function
 

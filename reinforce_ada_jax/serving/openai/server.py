@@ -23,10 +23,7 @@ from reinforce_ada_jax.serving.settings import ServerSettings, bind
 
 
 def make_backend(served: Served, wake: threading.Event, number: int) -> Backend:
-    """Reads the weights of a model, and compiles what sampling runs; what scores texts is compiled when it is asked.
-
-    `number` is that of the model.
-    """
+    """Reads the weights of model `number`, and compiles what sampling runs; scoring is compiled when it is used."""
     engine = served.engine
     shared = SharedEngine(engine, number) if engine.spans_processes else None
     params = engine.decode_weights(served.load()) if shared is None else shared.load(served.load)

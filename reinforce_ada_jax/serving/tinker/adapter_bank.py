@@ -9,14 +9,11 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving.sampler import NO_ADAPTER, Weights
 
-# Adapters as a bank gets them: what they are, and their arrays.
-LoadedAdapter = tuple[Lora, Params]
-
 
 class AdapterBank(Weights):
     """Weights of a base, and at most `num_adapters` adapters; `size` is the rank and the targets of the largest."""
 
-    load: Callable[[str], LoadedAdapter]  # by name; set before requests name some
+    load: Callable[[str], tuple[Lora, Params]]  # by name, what adapters are and their arrays; set before any is used
 
     def __init__(self, engine: Engine, base: Params, size: Lora, num_adapters: int):
         weights = engine.decode_weights(base)

@@ -42,10 +42,9 @@ class _WeightsInfoRequest(pydantic.BaseModel):
     tinker_path: str
 
 
-class _ModelRequest(pydantic.BaseModel):
+class _ModelRequest(pydantic.BaseModel, protected_namespaces=()):
     """Place of a request in its model's queue. The worker reads the rest: a number that is missing stops the queue."""
 
-    model_config = pydantic.ConfigDict(protected_namespaces=())
     model_id: str
     seq_id: int | None = None
 
@@ -310,10 +309,9 @@ def _path(request: Request) -> str:
 
 def _page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:
     """Returns the rows that the query asks for, and what the client needs to ask for the next ones."""
+    asked = request.query_params
     try:
-        offset, limit = (
-            int(request.query_params.get(name, default)) for name, default in (("offset", 0), ("limit", 100))
-        )
+        offset, limit = int(asked.get("offset", 0)), int(asked.get("limit", 100))
     except ValueError as error:
         raise ValueError(f"offset and limit must be numbers ({error}).") from error
     offset, limit = max(offset, 0), min(max(limit, 0), 1000)

@@ -7,7 +7,6 @@ once. `Worker` runs the requests. Every ValueError is for the client.
 import dataclasses
 import functools
 import pathlib
-import re
 import shutil
 import threading
 import time
@@ -19,13 +18,14 @@ from jaxtyping import Float, Int32
 
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, LossRow
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving.http import Refusal, Served
 from reinforce_ada_jax.serving.response_text import TextStops
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings, check_max_tokens, check_prompt
 from reinforce_ada_jax.serving.tinker import adapters, protocol
-from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank, LoadedAdapter
+from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank
 from reinforce_ada_jax.serving.tinker.futures import SampleFuture, SampleFutures
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
 from reinforce_ada_jax.serving.tinker.store import MOST_SEQ, CheckpointRow, ModelRow, SamplerRow, Store
@@ -34,7 +34,6 @@ from reinforce_ada_jax.serving.tinker.store import MOST_SEQ, CheckpointRow, Mode
 MAX_STOPS = 8
 # Adapters are scaled by this and divided by their rank, as the hosted service and PEFT's users have it.
 ALPHA = 32.0
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
@@ -59,15 +58,6 @@ def share(waiting: int, num_owners: int) -> int:
     Requests that waited before others came stay, so all together have at most waiting * (1 + 1/2 + ... + 1/num_owners).
     """
     return max(1, waiting // num_owners)
-
-
-def checked_name(name: str | None) -> str:
-    """Returns the name of a checkpoint; ValueError unless it is one part of a path."""
-    if name is None or not NAME.fullmatch(name):
-        raise ValueError(
-            f"the name {name!r:.160} is not allowed: use up to 128 letters, digits, '.', '_' and '-', and no '.' first."
-        )
-    return name
 
 
 class Service:
@@ -290,7 +280,7 @@ class Service:
         logprobs[: 0 if last is None else -last] = np.nan
         return logprobs
 
-    def load_adapter(self, base: Base, adapter: str) -> LoadedAdapter:
+    def load_adapter(self, base: Base, adapter: str) -> tuple[Lora, Params]:
         """Returns the adapters of a checkpoint, by its path and the time of its creation; ValueError if it is gone."""
         path, _, created = adapter.partition("#")
         found = self.store.checkpoint(path)

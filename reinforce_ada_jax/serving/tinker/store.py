@@ -141,9 +141,17 @@ class Store:
         with self._lock:
             return self._db.execute(statement, values).fetchall()
 
+    def _records(self, kind: type[Row], statement: str, *values: Any) -> list[Row]:
+        """Returns rows of a table, whose lists and mappings are JSON."""
+        found = []
+        for row in self._run(statement, *values):
+            columns = {field.name: row[field.name] for field in dataclasses.fields(kind)}
+            parsed = {name: json.loads(columns[name]) for name in ("targets", "metadata") if columns.get(name)}
+            found.append(kind(**columns | parsed))
+        return found
+
     def _one(self, kind: type[Row], statement: str, *values: Any) -> Row | None:
-        rows = self._run(statement, *values)
-        return _record(kind, rows[0]) if rows else None
+        return next(iter(self._records(kind, statement, *values)), None)
 
     def _insert(self, table: str, row: Any, conflict: str = "ABORT") -> None:
         values = [json.dumps(value) if isinstance(value, tuple | dict) else value for value in vars(row).values()]
@@ -181,7 +189,7 @@ class Store:
         self._insert("models", model)
 
     def models(self) -> list[ModelRow]:
-        return [_record(ModelRow, row) for row in self._run("SELECT * FROM models ORDER BY created")]
+        return self._records(ModelRow, "SELECT * FROM models ORDER BY created")
 
     def model(self, model_id: str) -> ModelRow | None:
         return self._one(ModelRow, "SELECT * FROM models WHERE id = ?", model_id)
@@ -220,12 +228,12 @@ class Store:
 
     def done_since(self, model: str, state_seq: int, kind: str) -> list[RequestRow]:
         """Returns the requests of a kind that ran after a model's stored state was made, in order."""
-        rows = self._run(
+        return self._records(
+            RequestRow,
             "SELECT * FROM requests WHERE model = ? AND seq > ? AND kind = ? AND content_type IS NOT NULL "
             "AND body IS NOT NULL ORDER BY seq",
             model, state_seq, kind,
         )  # fmt: skip
-        return [_record(RequestRow, row) for row in rows]
 
     def finish(self, request: RequestRow, result: Result, *, replayed: bool) -> None:
         """Stores a result, unless there is one, and lets the model's next request run.
@@ -272,17 +280,10 @@ class Store:
         self._insert("checkpoints", checkpoint, "REPLACE")
 
     def checkpoints(self) -> list[CheckpointRow]:
-        return [_record(CheckpointRow, row) for row in self._run("SELECT * FROM checkpoints ORDER BY created")]
+        return self._records(CheckpointRow, "SELECT * FROM checkpoints ORDER BY created")
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
         return self._one(CheckpointRow, "SELECT * FROM checkpoints WHERE path = ?", path)
 
     def remove_checkpoint(self, path: str) -> None:
         self._run("DELETE FROM checkpoints WHERE path = ?", path)
-
-
-def _record(kind: type[Row], row: sqlite3.Row) -> Row:
-    """Returns a row of a table, whose lists and mappings are JSON."""
-    values = {field.name: row[field.name] for field in dataclasses.fields(kind)}
-    parsed = {name: json.loads(values[name]) for name in ("targets", "metadata") if values.get(name) is not None}
-    return kind(**values | parsed)

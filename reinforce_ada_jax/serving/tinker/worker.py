@@ -6,6 +6,7 @@ load. Gradients summed since then are in memory only: after a kill they are comp
 
 import dataclasses
 import pathlib
+import re
 import shutil
 import sqlite3
 import sys
@@ -24,7 +25,7 @@ from reinforce_ada_jax.serving.hosts import IDLE_S, DeviceThread
 from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
-from reinforce_ada_jax.serving.tinker.service import ALPHA, RESUME, SCHEME, Base, Service, checked_name
+from reinforce_ada_jax.serving.tinker.service import ALPHA, RESUME, SCHEME, Base, Service
 from reinforce_ada_jax.serving.tinker.store import (
     FULL_DISK,
     CheckpointRow,
@@ -40,6 +41,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 REPLAYED = "forward_backward"
 # Weights of unnamed sampling clients, for each model; older ones are removed.
 UNNAMED_KEPT = 64
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # of a checkpoint: one part of a path
 MOST_TTL_S = 10 * 365 * 86_400
 HOUSEKEEPING_S = 5.0
 
@@ -242,8 +244,7 @@ class Worker(DeviceThread):
         asked = protocol.parse(types.LoadWeightsRequest, request.body)
         if asked.optimizer_config is not None:
             _check_optimizer(asked.optimizer_config.type)
-        checkpoint = self.service.checkpoint(asked.path)
-        base = self.service.base(checkpoint.base)
+        base = self.service.base(self.service.checkpoint(asked.path).base)
         chosen, state = adapters.load(self.service.folder(asked.path), base.learner, optimizer=asked.optimizer)
         result = protocol.json_result(types.LoadWeightsResponse.model_validate(
             {"path": asked.path, "model_id": request.model, "type": "load_weights"}
@@ -318,7 +319,12 @@ class Worker(DeviceThread):
         if ttl_s is not None and not 1 <= ttl_s <= MOST_TTL_S:
             raise ValueError(f"ttl_seconds is {ttl_s!s:.40}; it must be 1 to {MOST_TTL_S:,}, or absent.")
         model = self._model(request.model)
-        path = f"{SCHEME}{model.id}/{kind}/{checked_name(name)}"
+        if name is None or not NAME.fullmatch(name):
+            raise ValueError(
+                f"the name {name!r:.160} is not allowed: use up to 128 letters, digits, '.', '_' and '-', and no '.' "
+                "first."
+            )
+        path = f"{SCHEME}{model.id}/{kind}/{name}"
         folder = self.service.folder(path)
         adapters.save(
             folder, model.base.learner, model.lora, model.state, model.base.folder, optimizer=kind == "weights"
