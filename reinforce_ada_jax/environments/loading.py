@@ -45,7 +45,9 @@ def _package(name: str) -> pathlib.Path:
 
 
 def file_hash(reference: str) -> str:
-    """Returns a hash of the code of an environment, which every edit changes."""
+    """Returns a hash of the code of an environment, which every edit changes; "" without a reference."""
+    if not reference:
+        return ""
     path_name, _, name = reference.rpartition(":")
     path = _package(name) if path_name == VERIFIERS else pathlib.Path(path_name)
     files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]

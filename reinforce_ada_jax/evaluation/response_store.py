@@ -26,12 +26,12 @@ from reinforce_ada_jax.config.resume import shortened
 from reinforce_ada_jax.config.values import DTYPES
 from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.environments.loading import file_hash
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_object, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards import code_tests
 from reinforce_ada_jax.rewards.loading import files_hash, judge_template
-from reinforce_ada_jax.training.environments import file_hash
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Lines graded again at a time: enough to keep every worker busy, few enough to hold with their texts.
@@ -71,7 +71,7 @@ def drawn_with(
     keys, environment = ("temperature", "top_k", "top_p", "max_response_tokens"), config.environment
     trajectories = {
         "environment": environment.path,
-        "environment_file": file_hash(config) if environment.path else "",
+        "environment_file": file_hash(environment.path),
         "max_turns": environment.max_turns,
         "max_turn_tokens": environment.max_turn_tokens,
     }

@@ -26,11 +26,6 @@ from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
 
-def file_hash(config: Config) -> str:
-    """Returns a hash of the environment's code, which every edit changes; "" without an environment."""
-    return loading.file_hash(config.environment.path) if config.environment.path else ""
-
-
 @dataclasses.dataclass(eq=False)
 class _Dialogue:
     """One trajectory: its episode in the pool, and the token that ended its newest turn."""

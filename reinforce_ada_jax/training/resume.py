@@ -9,10 +9,11 @@ from typing import Any
 
 from reinforce_ada_jax.config import Config, resume
 from reinforce_ada_jax.data.problems import json_hash
+from reinforce_ada_jax.environments.loading import file_hash
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.rewards import code_tests, loading
-from reinforce_ada_jax.training import environments, records
+from reinforce_ada_jax.training import records
 from reinforce_ada_jax.training.run import Inputs
 from reinforce_ada_jax.types import Prompt
 
@@ -58,7 +59,7 @@ def reward_hash(config: Config, prompts: Sequence[Prompt]) -> str:
     """Returns a hash of the configured reward function, of the environment, or of the tests that programs must pass."""
     if config.reward.kind == "code" and not config.reward.path:
         return code_tests.tests_hash(prompt.columns for prompt in prompts)
-    return environments.file_hash(config) or loading.settings_hash(config.reward.path, config.judge.template)
+    return file_hash(config.environment.path) or loading.settings_hash(config.reward.path, config.judge.template)
 
 
 def code_hash(config: Config) -> str:
