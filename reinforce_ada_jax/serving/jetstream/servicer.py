@@ -61,11 +61,8 @@ class _Channel:
         self._loop.call_soon_threadsafe(self.results.put_nowait, samples[0].token_ids)
 
     def close(self) -> None:  # the slot is free again
-        self._loop.call_soon_threadsafe(self._close)
-
-    def _close(self) -> None:
-        self._on_close()
-        self.results.put_nowait(None)
+        self._loop.call_soon_threadsafe(self._on_close)
+        self._loop.call_soon_threadsafe(self.results.put_nowait, None)
 
 
 def check_supported(request: Any, metadata: Sequence[tuple[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from reinforce_ada_jax.serving import http
 from reinforce_ada_jax.serving.http import Served
 from reinforce_ada_jax.serving.sampler import Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings, bind
-from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank
+from reinforce_ada_jax.serving.tinker.adapters import AdapterBank
 from reinforce_ada_jax.serving.tinker.app import App
 from reinforce_ada_jax.serving.tinker.service import ALPHA, MAX_STOPS, Base, Service
 from reinforce_ada_jax.serving.tinker.worker import Worker

@@ -25,7 +25,6 @@ from reinforce_ada_jax.serving.response_text import TextStops
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings, check_max_tokens, check_prompt
 from reinforce_ada_jax.serving.tinker import adapters, protocol
-from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank
 from reinforce_ada_jax.serving.tinker.futures import SampleFuture, SampleFutures
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
 from reinforce_ada_jax.serving.tinker.store import MOST_SEQ, CheckpointRow, ModelRow, SamplerRow, Store
@@ -43,7 +42,7 @@ class Base(Served):
     """A served model that clients train adapters of, and sample."""
 
     learner: AdapterLearner
-    bank: AdapterBank
+    bank: adapters.AdapterBank
     sampler: Sampler
 
     @property

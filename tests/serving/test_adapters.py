@@ -7,7 +7,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.state import EngineOptions
-from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank
+from reinforce_ada_jax.serving.tinker.adapters import AdapterBank
 from tests.policy import recording
 from tests.policy.adapting import random_adapters
 
