@@ -322,7 +322,9 @@ def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None
     `strategy` is that of a training. Raises ValueError where the folder, the configuration or the machine is wrong.
     """
     mesh_lib.available_devices()
-    architecture = huggingface.read_config(folder).for_texts(config.data.max_prompt_tokens + longest_response(config))
+    architecture = huggingface.read_config(folder).for_texts(
+        config.data.max_prompt_tokens + config_lib.longest_response(config)
+    )
     attention, platform = config.sampling.attention, jax.default_backend()
     if attention.startswith("pallas") and not attention.endswith(platform):
         raise ValueError(f"sampling.attention is {attention!r}, and the devices are {platform}: set it to 'auto'.")
