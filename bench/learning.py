@@ -3,9 +3,11 @@
 The task `cipher` is the built-in one (configs/tiny.py), with one right response for each word; in `second_half` many
 responses are right (examples/second_half.py); `words` is the tutorial's (configs/word_problems.py), whose model,
 problems and prompts docs/tutorial.md makes; `maze` is MaxRL's (configs/maze.py), with mazes and a warm start as in
-docs/maze.md. Every run is `train`, in a process and a work directory of its own: after an interruption the same command
-continues, and a finished run is not repeated. Every algorithm has a run before any has two. Seconds are those of
-collecting and updating, compilation included; compare them within one command on an idle machine.
+docs/maze.md; in `sums` and `char_count` SmolLM2-135M learns (docs/smollm2.md has the commands for its files; a run
+needs 6 GB of memory, and half an hour or more). Every run is `train`, in a process and a work directory of its own:
+after an interruption the same command continues, and a finished run is not repeated. Every algorithm has a run before
+any has two. Seconds are those of collecting and updating, compilation included; compare them within one command on an
+idle machine.
 
 Below its table each task has what `simulate` states of the methods before a run, beside their outcome
 (bench/predictions.py). Methods that choose prompts are left out there: they change the pass rates that they meet.
@@ -29,7 +31,7 @@ from absl import flags
 from scipy.special import stdtrit
 
 from bench import command_line, predictions
-from bench.methods import DRAWN, ENTRIES, TASKS, UPDATES, Entry, Task
+from bench.methods import DRAWN, ENTRIES, TASKS, Entry, Task
 from bench.predictions import measured_rates
 from reinforce_ada_jax.analysis.tables import markdown
 from reinforce_ada_jax.config import resolve
@@ -156,21 +158,25 @@ def interval(values: Sequence[float]) -> list[float]:
     return [float(np.mean(values)), float(stdtrit(len(values) - 1, 0.975)) * error]
 
 
+def _at_end(history: History, metric: str) -> float:
+    return float(np.nanmean(history.metrics[metric][-10:]))
+
+
 def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
     """Returns means over seeds with their 95 % intervals, at equal updates, tokens, time and cost.
 
     A budget that a run did not reach gives None, never an extrapolated number; so do the time and the threshold. The
-    entropy at the end is the mean of `collection/entropy` over the last ten iterations.
+    entropy and the length of a response at the end are means of their metrics over the last ten iterations.
     """
     result = {}
     for name, runs in histories.items():
-        reached = [at_updates(run, UPDATES) for run in runs]
+        reached = [at_updates(run, task.updates) for run in runs]
         costs = np.array([cost_of(run, task.threshold) for run in runs])
         last = [max(run.curves[BENCHMARK]["pass"].items())[1] for run in runs]
         result[name] = {
             "learning_rate": runs[0].config["learning"]["learning_rate"],
-            f"avg_at_{UPDATES}_updates": interval([average for average, _ in reached]),
-            f"tokens_at_{UPDATES}_updates": interval([tokens for _, tokens in reached]),
+            f"avg_at_{task.updates}_updates": interval([average for average, _ in reached]),
+            f"tokens_at_{task.updates}_updates": interval([tokens for _, tokens in reached]),
             "avg_at_tokens": {
                 f"{budget:.0f}": interval([at_tokens(run, BENCHMARK, budget) for run in runs])
                 if all(run.tokens[-1] >= budget for run in runs)
@@ -184,7 +190,8 @@ def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
             "seconds_to_threshold": interval(costs[:, 2].tolist()) if np.isfinite(costs).all() else None,
             "reached_threshold": int(np.isfinite(costs[:, 0]).sum()),
             "pass_at_end": interval([by_k[max(by_k)] for by_k in last]),
-            "entropy_at_end": interval([float(np.nanmean(run.metrics["collection/entropy"][-10:])) for run in runs]),
+            "entropy_at_end": interval([_at_end(run, "collection/entropy") for run in runs]),
+            "length_at_end": interval([_at_end(run, "completions/mean_length") for run in runs]),
         }
     return result
 
@@ -201,13 +208,14 @@ def table(task: Task, result: dict[str, Any]) -> str:
         "",
         "learning rate",
         *(f"avg@{task.samples} at {budget / 1000:,.0f}k tokens" for budget in task.budgets),
-        f"at {UPDATES} updates",
+        f"at {task.updates} updates",
         "tokens by then",
         f"at {task.time:g} s",
         f"tokens to {task.threshold}",
         f"seconds to {task.threshold}",
         f"pass@{task.samples} at the end",
         "entropy at the end",
+        "tokens of a response at the end",
     ]
     rows = []
     for name, numbers in result.items():
@@ -215,10 +223,10 @@ def table(task: Task, result: dict[str, Any]) -> str:
         rows.append([
             name, f"{numbers['learning_rate']:g}",
             *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in task.budgets),
-            cell(numbers[f"avg_at_{UPDATES}_updates"]), f"{numbers[f'tokens_at_{UPDATES}_updates'][0]:,.0f}",
+            cell(numbers[f"avg_at_{task.updates}_updates"]), f"{numbers[f'tokens_at_{task.updates}_updates'][0]:,.0f}",
             cell(numbers["avg_at_time"]),
             cell(numbers["tokens_to_threshold"], 0, some), cell(numbers["seconds_to_threshold"], 1, some),
-            cell(numbers["pass_at_end"]), cell(numbers["entropy_at_end"]),
+            cell(numbers["pass_at_end"]), cell(numbers["entropy_at_end"]), cell(numbers["length_at_end"], 1),
         ])  # fmt: skip
     return markdown(header, rows)
 
@@ -226,11 +234,14 @@ def table(task: Task, result: dict[str, Any]) -> str:
 def prediction_table(
     name: str, result: dict[str, Any], histories: dict[str, list[History]], folder: pathlib.Path
 ) -> str:
-    """Returns predictions beside outcomes of a task's methods, as Markdown; "" where all choose prompts."""
+    """Returns predictions beside outcomes of a task's methods, as Markdown.
+
+    It is "" where all methods choose prompts, and for a task without predictions.
+    """
     task = TASKS[name]
     configs = {entry: resolve(runs[0].config) for entry, runs in histories.items()}
     sections = {entry: each.collection for entry, each in configs.items() if each.collection.selection == "shuffled"}
-    if not sections:
+    if not sections or not task.predicts:
         return ""
     prompts = next(iter(configs.values())).data.prompts
     rates = measured_rates(task.config, {"data.prompts": prompts, **task.settings}, folder / name)
@@ -252,7 +263,7 @@ def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) 
         accuracies = [run.evaluations[BENCHMARK] for run in runs]
         seconds = [run.at(one.updates, run.seconds) for run, one in zip(runs, accuracies, strict=True)]
         axes = {
-            "updates": ([one.updates for one in accuracies], float(UPDATES)),
+            "updates": ([one.updates for one in accuracies], float(task.updates)),
             "tokens": ([one.tokens for one in accuracies], float(task.budgets[-1])),
             "seconds": (seconds, task.seconds),
         }
@@ -277,7 +288,7 @@ def planned_entry(entry: Entry, task: Task, updates: int | None) -> Entry:
     """Returns the entry with the learning rate and the updates that it has on a task; `updates` are the user's."""
     if task.learning_rate is None:
         return dataclasses.replace(entry, updates=updates or entry.updates)
-    return dataclasses.replace(entry, learning_rate=task.learning_rate, updates=updates or UPDATES)
+    return dataclasses.replace(entry, learning_rate=task.learning_rate, updates=updates or task.updates)
 
 
 def chosen(kind: str, names: Sequence[str], known: Mapping[str, Any]) -> list[str]:

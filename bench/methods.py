@@ -23,6 +23,8 @@ class Task:
       every: updates between evaluations.
       settings: others that differ from the configuration.
       learning_rate: of the entries; None: each entry's own.
+      updates: of a run, and those at which averages are compared; with `learning_rate` None an entry may have more.
+      predicts: whether the untrained model draws 16 responses to each problem, for predictions of `simulate`.
     """
 
     config: str
@@ -34,6 +36,8 @@ class Task:
     every: int
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     learning_rate: float | None = None
+    updates: int = UPDATES
+    predicts: bool = True
 
 
 SECOND_HALF = {"reward.path": f"{EXAMPLES}/second_half.py:reward", "reward.workers": 1}
@@ -44,7 +48,15 @@ TASKS = {
     "maze": Task(
         "maze", (80_000, 160_000, 320_000), 0.5, 8, 120.0, 400.0, 25, {"evaluation.samples": 8}, learning_rate=3e-5
     ),
-}
+    "sums": Task(
+        "smollm2_sums", (20_000, 30_000, 40_000), 0.3, 4, 600.0, 2400.0, 8, learning_rate=3e-5, updates=16,
+        predicts=False,
+    ),
+    "char_count": Task(
+        "smollm2_char_count", (30_000, 60_000, 90_000), 0.65, 4, 600.0, 2400.0, 5, learning_rate=1e-5, updates=20,
+        predicts=False,
+    ),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ def history(tokens_per_update: int, last: float) -> History:
     evaluated = np.array([0.0, 100.0, 200.0])
     evaluation = Accuracy(evaluated, tokens_per_update * evaluated, evaluated / 200 * last, np.zeros(3))
     curves = {"heldout": {"pass": {100.0: {1: 0.0, 16: 0.1}, 200.0: {1: last, 16: 1.0}}}}
-    metrics = {"collection/entropy": np.linspace(2.0, 0.01, 200)}
+    metrics = {"collection/entropy": np.linspace(2.0, 0.01, 200), "completions/mean_length": np.arange(200.0)}
     metrics |= {f"collection/{name}": np.ones(200) for name in ("draws_mean", "zero_signal_share")}
     config = {"learning": {"learning_rate": 2e-3}}
     return History(
@@ -48,10 +48,22 @@ def test_summary():
     assert found["balance"]["pass_at_end"] == [1.0, 0.0]
     # 0.01 a update from 2 to 0.01: the last ten are 0.1 to 0.01.
     assert found["balance"]["entropy_at_end"] == pytest.approx([0.055, 0.0])
+    assert found["balance"]["length_at_end"] == pytest.approx([194.5, 0.0])
     row = learning.table(learning.TASKS["cipher"], found).splitlines()[2].split("|")
     row = [cell.strip() for cell in row[1:-1]]
     assert row[:2] == ["grpo-4", "0.002"] and row[4:6] == ["not reached", "0.300 ± 1.271"]
     assert row[7:9] == ["0.045 ± 0.191", "0 of the seeds"]
+
+
+def test_a_task_has_its_own_number_of_updates():
+    task = learning.TASKS["sums"]
+    found = learning.summary(task, {"grpo-8": [history(320, 0.4)]})
+    assert found["grpo-8"]["avg_at_16_updates"][0] == pytest.approx(0.4 * 16 / 200)
+    assert "at 16 updates" in learning.table(task, found)
+    entries = {entry.name: entry for entry in learning.ENTRIES}
+    planned = learning.planned_entry(entries["exact-log"], task, None)
+    assert (planned.updates, planned.learning_rate) == (16, 3e-5)
+    assert learning.planned_entry(entries["exact-log"], task, 4).updates == 4
 
 
 def test_one_seed_has_no_interval_and_a_short_run_no_time():
@@ -192,7 +204,7 @@ def test_an_algorithm_of_the_users_own_is_trained(tmp_path, scripted, monkeypatc
     ("argument", "message"),
     [
         ("--algorithms=ppo", "algorithm 'ppo' is not one of exact-log, "),
-        ("--task=chess", "task 'chess' is not one of cipher, second_half, words, maze"),
+        ("--task=chess", "task 'chess' is not one of cipher, second_half, words, maze, sums, char_count"),
         ("--own=mine,mine.py:triple", "must be a name and settings of the section collection"),
     ],
 )
