@@ -132,6 +132,7 @@ def measured_beside_fake(tmp_path, monkeypatch, tokens=0, lengths=EQUAL, **chang
     )  # fmt: skip
 
 
+@pytest.mark.slow  # the test below has a baseline, too
 def test_a_baseline_has_the_same_prompts_and_rewards(tmp_path, monkeypatch):
     found = measured_beside_fake(tmp_path, monkeypatch)
     ours, theirs = found["rounds"], found["trl"]

@@ -227,6 +227,7 @@ def test_the_study_of_zero_variance(prompt_file, tmp_path, capsys):
     np.testing.assert_allclose(found["prompt_set"], mean, rtol=1e-12)
 
 
+@pytest.mark.slow  # a study of bench/ alone
 def test_epsilon(tmp_path, capsys):
     """The study names the epsilon that moves the gradient."""
     folder = tmp_path / "out"

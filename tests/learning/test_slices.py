@@ -52,6 +52,7 @@ def collectives(split, rank=0):
     return sorted(inside.values()), found.get((), [])
 
 
+@pytest.mark.slow  # it is about bytes; the test above has the numbers
 def test_micro_batches_send_nothing_between_slices():
     of_slices, after_slices = collectives(axes(slices=2, data=2, fsdp=2))
     of_one, after_one = collectives(axes(fsdp=2))

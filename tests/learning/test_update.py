@@ -60,6 +60,7 @@ def test_a_chain_is_one_program(micro_batches, settings, rows, adapters):
     assert_trees_close(chain, one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow  # the tests around it compare a chain with one program
 def test_the_length_of_the_programs_changes_no_bit():
     three, seven = (updated(learner(8, in_program=number)) for number in (3, 7))
     assert_trees_equal(three, seven)

@@ -191,7 +191,7 @@ MORE = [
 
 @pytest.mark.parametrize(
     ("sizes", "seeds"),
-    [(sizes, range(2)) for sizes in FEW]
+    [(sizes, range(1)) for sizes in FEW]
     + [pytest.param(sizes, range(16), marks=pytest.mark.slow) for sizes in FEW + MORE],
     ids=str,
 )

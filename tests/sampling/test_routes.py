@@ -81,6 +81,7 @@ def collected(family, mesh=None, **changes):
     return architecture, params, pools, rollouts.counts
 
 
+@pytest.mark.slow  # test_drafts.py has guesses, the test below records of turns
 def test_wrong_guesses_and_lost_slots_leave_nothing():
     *found, counts = collected("qwen3_moe", slots=6, pages=18, drafts=3, draft_rows=8, row_time=1 / 8)
     assert 0 < counts.accepted < counts.drafted

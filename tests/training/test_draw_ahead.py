@@ -105,6 +105,7 @@ def test_time_decides_nothing(unbroken, tmp_path, monkeypatch, slow):
     assert_same_run(tmp_path / "run", unbroken)
 
 
+@pytest.mark.slow  # the schedule of draws is in the tests above
 def test_in_turn_the_run_is_that_of_one_device(unbroken, tmp_path):
     in_turn, together = tmp_path / "in_turn", tmp_path / "together"
     train(in_turn, iterations=2, **{"collection.max_staleness": 0})
