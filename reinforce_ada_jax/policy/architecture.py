@@ -159,9 +159,11 @@ def _rope(config: dict[str, Any], family: str, head_dim: int) -> tuple[float, in
             f"config.json has partial_rotary_factor = {share!r}: of heads of {head_dim} numbers it must rotate an even "
             "number from 2."
         )
-    positions = ("max_position_embeddings", "original_max_position_embeddings")
-    sizes = {name: config.get(name) or MAX_POSITIONS[family] for name in positions}
-    return theta, rotary_dim, rotary.from_config(sizes | parameters, theta, rotary_dim)
+    longest, original = (
+        {name: config.get(name) or MAX_POSITIONS[family]}
+        for name in ("max_position_embeddings", "original_max_position_embeddings")
+    )
+    return theta, rotary_dim, rotary.from_config(original | parameters | longest, theta, rotary_dim)
 
 
 def _whole(value: Any, least: int, most: int) -> bool:

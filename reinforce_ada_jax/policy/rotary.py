@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 # Numbers of `rope_scaling` or `rope_parameters` in a config.json.
 NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_slow",
-    "beta_fast", "attention_factor",
+    "beta_fast", "attention_factor", "partial_rotary_factor",
 )  # fmt: skip
 NEEDED = {
     "linear": ("factor",),
@@ -98,6 +98,8 @@ def _longrope(parameters: dict[str, Any], rotary_dim: int) -> RopeScaling:
             )
         factors.append(tuple(map(float, given)))
     original = int(parameters["original_max_position_embeddings"])
+    if original < 1:
+        raise ValueError(f"config.json has original_max_position_embeddings = {original}; it must be at least 1.")
     factor = float(parameters.get("factor") or parameters["max_position_embeddings"] / original)
     own = parameters.get("attention_factor") or _longrope_default(factor, original)
     return RopeScaling(

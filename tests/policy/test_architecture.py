@@ -335,6 +335,8 @@ def test_phi4_mini_rotates_three_quarters_of_a_head():
     windowed = from_hf(PHI4 | {"sliding_window": 2047})
     assert (windowed.window, len(windowed.sliding_layers)) == (2047, 40)
     assert from_hf(to_hf(windowed, "bfloat16")) == windowed
+    # A size of the model is not read among the numbers of the rotation.
+    assert from_hf(PHI4_MINI | {"rope_scaling": PHI4_MINI["rope_scaling"] | {"max_position_embeddings": "x"}}) == phi
 
 
 def test_the_longest_text_of_a_run_chooses_the_frequencies():
@@ -361,6 +363,14 @@ def test_the_longest_text_of_a_run_chooses_the_frequencies():
             "short_factor = .*must be 48 numbers above 0",
         ),
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings = 0; it must be a whole number"),
+        (
+            {"rope_scaling": PHI4_MINI["rope_scaling"] | {"original_max_position_embeddings": 0.5}},
+            "original_max_position_embeddings = 0; it must be at least 1",
+        ),
+        (
+            {"rope_scaling": PHI4_MINI["rope_scaling"] | {"partial_rotary_factor": "0.5"}},
+            "rope_scaling = .* must be of numbers above 0",
+        ),
     ],
 )
 def test_what_is_refused_of_phi(change, message):
