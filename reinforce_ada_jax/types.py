@@ -327,6 +327,6 @@ class CuttableQueue(RequestQueue, Protocol):
         """Takes back requests of which no token was drawn."""
         ...
 
-    def keep(self, cut: Iterable[Response]) -> None:
+    def add_begun(self, cut: Iterable[Response]) -> None:
         """Takes the tokens so far of responses that run when the sampler is broken off."""
         ...

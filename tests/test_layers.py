@@ -24,7 +24,6 @@ LAYERS = (
     {"analysis", "serving"},
     {"training"},
     {"evaluation", "planning"},
-    {"benchmarks"},
     {
         "train",
         "evaluate",

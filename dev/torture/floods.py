@@ -104,7 +104,7 @@ def _large_bodies(address: tuple[str, int], rng: random.Random, path: str) -> No
     ))  # fmt: skip
     with contextlib.suppress(ConnectionError):  # closed before all was sent
         status, _ = _ask(address, "POST", path, body)
-        assert status in (400, 413, 422, 429, 503), status
+        assert status in (400, 408, 413, 422, 429, 503), status  # 408: on a busy machine the body comes too slowly
 
 
 def _flooded(bench: Bench, process: subprocess.Popen, address: tuple[str, int], health: str, path: str) -> None:

@@ -30,10 +30,11 @@ class Group:
 
     Attributes:
       pool: the pool.
-      kept: their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
+      kept: draw indices of these responses, ascending: row j of the group is `pool.responses[kept[j]]`. Without
+        any, the prompt is dropped.
       advantages: aligned with `kept`.
       weight_clipped: the pass rate of the pool was below `Strategy.clips_below`; False with coefficients.
-      weight: factor of the prompt (selection.py), which is in `advantages`.
+      weight: factor of the prompt (selection.py); `advantages` are multiplied by it already.
       per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py): prompts count
         equally in the update, whatever their numbers of rows.
     """
@@ -109,8 +110,9 @@ def anchored_advantages(rewards: Float[np.ndarray, " n"], pool_mean: float) -> F
     """Computes r_i - mean(pool) with the negative ones rescaled so that the sum is 0 (NGU, arXiv 2609.13443).
 
     For rewards 0 and 1: 1 - mean(pool) for correct responses, -(n+ / n-) (1 - mean(pool)) for wrong ones. The mean is
-    over all responses of the pool; `rewards` are those of the kept responses. So where old failures are not kept, a
-    success still counts as a rare event, and fresh failures carry their weight. With all kept, this is r_i - mean.
+    over all responses of the pool; `rewards` are those of the kept responses. If old failures are left out, a success
+    still counts as a rare event, and the fresh failures carry the weight of the old ones. With all kept, this is r_i -
+    mean.
 
     If all differences are positive, they do not change (`Strategy.drop_unmet` drops such a group).
     """
@@ -124,7 +126,7 @@ def length_terms(penalties: Float[np.ndarray, " n"], correct: Bool[np.ndarray, "
 
         correct: mean(penalties of correct responses) - penalty_i;   wrong: 0
 
-    The terms sum to 0 and leave wrong responses alone, so length never reinforces a wrong one, and outcomes alone
+    The terms sum to 0, and wrong responses have none. So length never reinforces a wrong response, and outcomes alone
     decide the expected weight of grad p. Given k correct responses, the terms climb -(k - 1) E[penalty | correct]:
     right answers get shorter, and neither more nor less frequent. The term of a single right answer is 0. Source: arXiv
     2502.04463 compares lengths within a prompt's correct responses, too.
@@ -206,7 +208,7 @@ def make_group(
       prompt_weight: factor of the prompt in the update (`Choice.weights`).
     """
     if strategy.coefficients is not None and strategy.extra_batches and not kept_draws(pool, strategy).size:
-        # Another prompt was drawn in its place: both together would be more than the prompts of an update.
+        # Another prompt replaced this one: with rows of both, the update would have too many prompts.
         return Group(pool, np.zeros(0, int), np.zeros(0), weight=prompt_weight, per_prompt=True)
     if strategy.coefficients is not None:
         kept, coefficients = checked(strategy.coefficients, pool, _usable(pool, strategy, ages))

@@ -32,7 +32,7 @@ class Averages:
         return Averages(dict(zip(names, decayed, strict=True)))
 
     def score_noise(self) -> ScoreNoise:
-        """Returns the noise of scores; that of successes is 0 until something is known."""
+        """Returns the noise of scores; the noise of a success is 0 until a correct response was seen."""
         correct, wrong = self.mean("square_correct", 0.0), self.mean("square_wrong", 0.0)
         return ScoreNoise(correct * (1.0 - min(1.0, self.mean("repeated", 1.0))), correct, wrong)
 
@@ -53,9 +53,9 @@ def score_squares(pools: Sequence[Pool]) -> dict[str, tuple[float, float]]:
         square_correct, square_wrong   sum over tokens of (1 - pi)^2, of correct and of wrong draws
         repeated                       pi(y) of correct draws / pass rates: the chance that two correct draws are equal
 
-    (1 - pi)^2 is the part of a token's squared score that its own logit gives; the other logits add the sum of their
-    pi^2, at most as much. The log-probabilities are those of the sampler, so no draw needs a pass of the learner. A
-    correct draw is y with probability pi(y) / p. Over prompts the chance is a ratio of sums. A prompt's pass rate is
+    (1 - pi)^2 is the part of a token's squared score that its own logit gives. The other logits add the sum of their
+    pi^2, which is never larger. The log-probabilities are those of the sampler, so no draw needs a pass of the learner.
+    A correct draw is y with probability pi(y) / p. Over prompts the chance is a ratio of sums. A prompt's pass rate is
     that of its first round, whose mean is p.
     """
     squares: dict[bool, list[float]] = {True: [], False: []}

@@ -31,12 +31,12 @@ class CollectOptions:
     Attributes:
       replacements: further prompts; the next one is opened whenever a prompt closes without kept responses.
       estimate_fn: prompts -> expected pass rates, for strategies that need them; None: 1/2 for all.
-      seed: seed of the run. With the iteration, the prompt's id and the round it decides whether a prompt continues,
-        where the strategy has a `continue_probability`.
+      seed: seed of the run. If the strategy has a `continue_probability`, seed, iteration, prompt id and round decide
+        together whether a prompt continues.
       iteration: see `seed`.
       barrier: start no round before every prompt's round is finished, as the reference program does.
-      deterministic: read the verdicts of a future at the sampler's next yield, not before, so that the order of
-        events follows from the yields alone; else as soon as they have arrived.
+      deterministic: read verdicts at the sampler's next yield, so that the order of events depends on the yields alone.
+        Otherwise they are read when they arrive.
       speculative: where slots would still be idle, start a prompt's next rounds before its verdicts are there
         (speculation.py). `Pool.discarded` has the draws that were not needed.
     """
@@ -60,8 +60,8 @@ class CarriedRollouts:
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
     # `collect` adds the rollouts of every prompt if the sampler or `on_progress` raises.
     broken_off: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
-    # Called after every yield, with a function that returns what `broken_off` would get. Stored, it survives a kill.
-    keep: Callable[[RolloutsSoFar], None] = lambda _: None
+    # Called after every yield with a function that returns the rollouts so far. Those that it stores survive a kill.
+    store: Callable[[RolloutsSoFar], None] = lambda _: None
 
 
 def collect(
@@ -124,7 +124,7 @@ def collect(
         for responses in sampled:
             offered.receive(responses)
             report()
-            carried.keep(so_far)
+            carried.store(so_far)
         queue.finish()
     except Exception:
         if isinstance(sampled, Generator):

@@ -1,7 +1,7 @@
 """Responses that go on under newer weights than those of their first tokens (`collection.overlap` = in_flight).
 
-At the end of an iteration the sampler cuts the responses of later iterations that still run. A later request has their
-tokens so far. The sampler computes keys and values of these tokens again, with its present weights. So the
+At the end of an iteration some responses of later iterations still run. The sampler cuts them, and a later request has
+their tokens so far. The sampler computes keys and values of these tokens again, with its present weights. So the
 log-probability of every token is that of one policy, the version that drew it, given all tokens before it.
 """
 
@@ -13,9 +13,9 @@ from reinforce_ada_jax.types import Request, Response
 
 
 def following(request: Request) -> Request:
-    """Returns a request as the sampler gets it: the prompt of a response that has begun ends with its tokens.
+    """Returns the request for the sampler: if its response has begun, the tokens so far are appended to the prompt.
 
-    The prompt has an id of its own, which no prompt of a data set has: those are single lines.
+    Such a prompt gets a new id with a line break in it, which no prompt of a data set has.
     """
     if request.begun is None:
         return request

@@ -1,4 +1,4 @@
-"""Coefficients a_i of a prompt's responses with which the update climbs E[f(p)], stopping rule included.
+"""Coefficients a_i of a prompt's responses: with them the update climbs E[f(p)], whatever the stopping rule has drawn.
 
 If a stopping rule sees outcomes only, a correct draw is a sample of the policy given that it is correct, and a wrong
 one given that it is wrong. With coefficients a_i that depend on outcomes only, scores s_i = grad log pi(a_i | x) and
@@ -11,7 +11,7 @@ signal = f'. analysis/enumeration.py computes the signal of every strategy.
 
     stratified   the kept group stands for the whole pool: signal = E[w(p_hat) p_hat (1 - p_hat)] / (p (1 - p))
     exact        the first round with a correct response sets the weight that all correct draws share: signal = the
-                 series of f', cut at the most draws
+                 series of f', cut off at the limit of draws
     maxrl        (r - p_hat) / p_hat over one round of N: the series of 1 / p, cut at N - 1 draws (arXiv 2602.02710)
 
 Each is a function (pool, mask of its usable draws) -> (draw indices that are kept, their coefficients). Prompts count
@@ -38,7 +38,7 @@ CoefficientsFn = Callable[[Pool, Bool[np.ndarray, " N"]], Coefficients]
 
 
 def checked(coefficients: CoefficientsFn, pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
-    """Returns what a strategy's `coefficients` give for a pool; raises ValueError for anything but two such arrays."""
+    """Returns a strategy's `coefficients` of a pool; ValueError unless they are indices and as many numbers."""
     returned, draws = coefficients(pool, usable), len(pool.responses)
     arrays = returned if isinstance(returned, tuple | list) and len(returned) == 2 else ()
     kept: np.ndarray
@@ -82,7 +82,7 @@ def relative_rewards(pool: Pool) -> Float[np.ndarray, " N"]:
 
 
 def stratified(objective: Objective, keep: Callable[[np.ndarray], np.ndarray]) -> CoefficientsFn:
-    """Returns coefficients with which the kept correct rows stand for all correct draws, the wrong rows for all wrong.
+    """Returns coefficients: kept correct rows stand for all correct draws, and kept wrong rows for all wrong ones.
 
         a_i = w(p_hat) (r_i - mean) / N * (k / k_kept for correct rows, (N - k) / (n - k_kept) for wrong ones)
 
@@ -106,9 +106,9 @@ def first_success_weight(objective: Objective, round_size: int, begin: int, num_
 
         C(b, k) = sum over j < M of c_{b + j} binom(M - j - 1, k - 1) / binom(M, k)
 
-    The first correct draw of all is number j with probability p (1 - p)^j, so a weight c_j on it has the signal sum_j
-    c_j (1 - p)^j, the series of f'(p). C(b, k) is its mean over the orders of k correct draws among the M of the round,
-    with b draws in the rounds before it.
+    With probability p (1 - p)^j, draw j is the first correct one. With the weight c_j its signal is the sum of c_j (1 -
+    p)^j, the series of f'(p). C(b, k) is the mean of this weight over all orders of the round's M draws, k of which are
+    correct. In the rounds before, b draws were made.
     """
     series = objective.series(begin + round_size)[begin:]
     ways = [math.comb(round_size - j - 1, num_correct - 1) for j in range(round_size)]
@@ -121,7 +121,7 @@ def first_success_weight(objective: Objective, round_size: int, begin: int, num_
 MAX_COVERED = 8
 # With a smaller b a draw would lower the noise by less than 5 % and cost a row, so it is left out.
 MIN_CONTROL_VARIATE = 0.05
-# Weight of an estimated pass rate, in draws, against the failures of the iteration.
+# The estimated pass rate counts as much as this number of draws.
 ESTIMATE_STRENGTH = 8.0
 
 ControlVariateFn = Callable[[Pool], Iterable[float]]
@@ -132,9 +132,9 @@ def control_variate_at(objective: Objective, round_size: int, begin: int, estima
 
         b = p sum_{j < M} c_{b0 + j} (1 - p)^j / M * success / (p correct + (1 - p) wrong)
 
-    The sum of the M scores is subtracted b times. Its covariance with the sum of a_i s_i is the first factor, times M
-    and the noise of a success; its variance is M times the last divisor. For the objective log, M = 1 and equal noise,
-    b = p. The formula is exact for log without a limit of draws.
+    b times the sum of the M scores is subtracted. The covariance of this sum with the sum of a_i s_i is the fraction
+    before `success`, times M and the noise of a success; its variance is M times the last divisor. For the objective
+    log, M = 1 and equal noise, b = p. The formula is exact for log without a limit of draws.
     """
     powers = (1.0 - estimate) ** np.arange(round_size)
     weight = estimate * (objective.series(begin + round_size)[begin:] @ powers) / round_size
@@ -145,8 +145,8 @@ def control_variate_at(objective: Objective, round_size: int, begin: int, estima
 def by_noise(objective: Objective) -> ControlVariateFn:
     """Returns the control variate of the draws up to the first success: of `MAX_COVERED`, and where b is not small.
 
-    The b of a round depends on draws before it, on the estimate and on earlier iterations: after j failures the pass
-    rate is the mean of a Beta distribution, s p / (s + j). So the sum of b_j s_j has the mean 0.
+    After j failures the pass rate is the mean of a Beta distribution, S p / (S + j) with S = `ESTIMATE_STRENGTH`. So
+    b_j depends only on what came before draw j, and the sum of b_j times the score of draw j has the mean 0.
     """
 
     def values(pool: Pool) -> Iterator[float]:
@@ -172,15 +172,15 @@ def exact(
     """Returns coefficients with which the update climbs E[f(p)] without bias, for any stopping rule by whole rounds.
 
     The rule must not stop before the first round with a correct response, except at its limit of draws. That round's k
-    correct draws decide the weight C(t, k). All correct draws of the pool share it, times their rewards: they are
-    samples of one distribution, and signal(p) depends only on the sum of their coefficients. Every other draw has 0.
-    The signal is the series of f', cut at the most draws. A prompt that is never solved adds nothing. The rounds before
-    the first correct response may have any sizes. Only the first `max_rows` correct draws are kept: the same
-    expectation from fewer rows.
+    correct draws, and the t draws before it, decide the weight C(t, k). All correct draws of the pool share it, times
+    their rewards: they are samples of one distribution, and signal(p) depends only on the sum of their coefficients.
+    All other draws have 0. The signal is the series of f', cut off at the limit of draws. A prompt that is never solved
+    adds nothing. The rounds before the first correct response may have any sizes. Only the first `max_rows` correct
+    draws are kept: the expectation is the same with fewer rows.
 
     `control_variate` returns b of each round of a pool, from what was known before the round. It is subtracted from the
-    draws up to the first round with a correct response. Whether a round is drawn and what is subtracted depends on the
-    rounds before it alone, so the sum of b_j s_j has the mean 0 and changes no expectation. Weights are divided by
+    draws up to the first round with a correct response. Earlier rounds alone decide whether a round is drawn, and what
+    is subtracted from it. So the sum of b_j s_j has the mean 0 and changes no expectation. Weights are divided by
     `continue_probability` once for each round after the first, because chance decides about these rounds.
     """
     weight = functools.cache(functools.partial(first_success_weight, objective))
@@ -188,7 +188,7 @@ def exact(
     def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
         coefficient = np.zeros(len(pool.responses))
         correct, ends = np.flatnonzero(pool.correct), np.cumsum(pool.round_sizes)
-        number = len(ends) - 1  # of the first successful round, or of the last one
+        number = len(ends) - 1  # of the first successful round; if there is none, of the last one
         if correct.size:
             number = int(np.searchsorted(ends, correct[0], side="right"))
             size, hits = pool.round_sizes[number], int((correct < ends[number]).sum())
@@ -257,8 +257,8 @@ def from_settings(config: CollectionConfig, objective: Objective, max_draws: int
 def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None) -> dict[str, Any]:
     """Returns the correction `exact`.
 
-    The limit of correct rows is n with `keep` = "group", what the rule allows with "pool", and otherwise the draws of a
-    round or of a group, whichever has more. Each draw that the control variate covers is a row, too.
+    The limit of correct rows is n with `keep` = "group". With "pool" it is as many as the rule allows, and otherwise
+    the size of a round or of a group, whichever is larger. Each draw that the control variate covers is a row, too.
     """
     size = collection_rules.first_round(config)
     assert size is not None  # `correction_fits`

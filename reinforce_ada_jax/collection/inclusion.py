@@ -44,8 +44,9 @@ def systematic_sample(
 ) -> Int[np.ndarray, " n"]:
     """Returns the indices of a sample that includes x with probability pi_x in (0, 1], without repetition.
 
-    The intervals of lengths pi_x, with a whole sum n, are placed side by side in the given order. The points `uniform`,
-    `uniform` + 1, ... select the intervals that they lie in (Madow, 1949); `uniform` is random in [0, 1).
+    Intervals of the lengths pi_x are placed side by side in the given order. Their sum is a whole number. The
+    points `uniform`, `uniform` + 1, ... select the intervals that they lie in (Madow, 1949). `uniform` is random in
+    [0, 1).
     """
     certain, others = order[pi[order] >= 1.0], order[pi[order] < 1.0]
     if not len(others):

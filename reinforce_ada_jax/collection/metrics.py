@@ -99,10 +99,10 @@ def collection_metrics(
     """Computes the metrics of one iteration's collection; in `groups` replacements come last.
 
     `reward/first_round` is the one to compare strategies by: the mean over prompts of the mean reward of the first
-    min(n, M) draws, where M is the size of the prompt's first round. No outcome decides their number; the first n draws
-    of rounds smaller than n would be fewer where a prompt stops early. It covers the first `num_prompts` prompts, which
-    were chosen before any outcome was known. `collection/entropy` is over the same draws, so no outcome selects them,
-    unlike those of `update/entropy`.
+    min(n, M) draws, where M is the size of the prompt's first round. No outcome decides this number. (If rounds
+    are smaller than n, a prompt that stops early would have fewer than n draws.) It covers the first `num_prompts`
+    prompts, which were chosen before any outcome was known. `collection/entropy` covers the same draws. No outcome
+    selects them; those of `update/entropy` are selected by outcomes.
     """
     pools = [group.pool for group in groups]
     first = pools[:num_prompts]

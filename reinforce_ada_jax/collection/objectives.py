@@ -24,7 +24,7 @@ class Objective:
     name: str  # "identity", "log", "maxrl", "power" or "pass_at_k"
     alpha: float = 0.5  # exponent of "power"
     k: int = 1  # number of draws of "pass_at_k"
-    epsilon: float = 0.0  # least pass rate of `clipped_weight`; added to those of the other weights
+    epsilon: float = 0.0  # least pass rate of `clipped_weight`; the other weights add it to the pass rate
 
     def weight(self, p: Numbers) -> Numbers:
         """Computes w(p) = f'(p)."""
@@ -35,7 +35,7 @@ class Objective:
         return float(self.weight(max(float(pass_rate), self.epsilon)))
 
     def sample_weight(self, allocation: str, p: Numbers) -> Numbers:
-        """Computes w_sample, which the number of draws N_x is proportional to under the strategy `estimate`.
+        """Computes w_sample: under the strategy `estimate` the number of draws N_x is proportional to it.
 
         hybrid     sqrt(w(p + epsilon)): draws and advantages provide half each
         sampling   w(p + epsilon): draws provide everything

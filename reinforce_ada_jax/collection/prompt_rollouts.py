@@ -23,7 +23,7 @@ class Phase(enum.Enum):
 class PromptRollouts:
     prompt: Prompt
     index: int  # its position in the collection; rounds that are complete at the same time are verified in this order
-    prefetch: int = 0  # collections until that of the prompt; 0: this one
+    prefetch: int = 0  # collections until the prompt's own one; 0: it is this one
     estimate: float | None = None  # expected pass rate, where the strategy needs it
     planned: int | None = None  # planned draws, where the strategy plans
     phase: Phase = Phase.WAITING  # the queue sets HELD and CLOSED, methods set the others
@@ -47,7 +47,8 @@ class PromptRollouts:
     def resume(self, partial: PartialRollouts) -> None:
         """Continues from the draws of an earlier collection.
 
-        Rounds after the first one without verdicts become speculative: those verdicts decide whether they are needed.
+        The first round without verdicts is resumed. Later rounds become speculative, because its verdicts decide
+        whether they are needed.
         """
         begin = len(partial.responses) - sum(partial.round_sizes[partial.rounds + 1 :])
         later = itertools.takewhile(lambda response: response is not None, partial.responses[begin:])

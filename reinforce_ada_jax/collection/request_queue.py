@@ -51,7 +51,7 @@ class CollectionQueue:
         self._waiting_prefetch: list[tuple[int, int, bool, int, Request]] = []
         self._order = itertools.count()
         self._in_flight: dict[tuple[str, int], None] = {}  # addresses, in the order in which they were taken
-        self._following: dict[str, Request] = {}  # those of responses that go on, by the id of the sampler's prompt
+        self._following: dict[str, Request] = {}  # whose responses go on, by the id of the sampler's prompt
         self._newly_closed: list[str] = []
         self.num_responses = 0  # received so far
         self.cuts_at_end = False
@@ -107,7 +107,7 @@ class CollectionQueue:
             original = self._following.pop(request.prompt.id, request)
             del self._in_flight[original.prompt.id, original.draw]
 
-    def keep(self, cut: Iterable[Response]) -> None:
+    def add_begun(self, cut: Iterable[Response]) -> None:
         for response in map(self._whole, cut):
             self._by_id[response.prompt_id].add(response)
 
@@ -153,7 +153,7 @@ class CollectionQueue:
         self._advance(self._verification.submit(sorted(complete, key=lambda rollouts: rollouts.index)))
 
     def _whole(self, response: Response) -> Response:
-        """Returns `_with_begun` of a response that has ended; the prompt that it went on from is closed."""
+        """Returns the whole of a response that has ended; if it went on from earlier tokens, closes their prompt."""
         whole = self._with_begun(response)
         if self._following.pop(response.prompt_id, None) is not None:
             self._newly_closed.append(response.prompt_id)

@@ -1,7 +1,8 @@
 """Selection: which prompts an iteration draws, and what each of them counts for in the update.
 
     shuffled       every epoch is a permutation of the data; each prompt counts 1
-    proportional   prompts are drawn with the probabilities of least noise for their cost, and divided by them
+    proportional   prompts are drawn with the probabilities that give the least noise for the cost; each counts for 1
+                   divided by its probability, in units of the mean
 
 A selection is an object with the four methods of `Selection`; docs/strategies.md shows how to write one outside of the
 package. How many responses are drawn for a prompt is the strategy's choice (strategies.py).
@@ -161,8 +162,8 @@ class Shuffled:
     def __init__(self, prompts: list[Prompt], seed: int, *, extra_batches: int = 0, ahead: int = 0):
         """Begins the first epoch.
 
-        An iteration has at most `extra_batches` times its prompts as replacements. Idle slots begin the prompts of the
-        next `ahead` iterations, so replacements are not taken from these.
+        An iteration may use up to `extra_batches` times its number of prompts as replacements. Idle slots begin the
+        prompts of the next `ahead` iterations, so replacements are not taken from these.
         """
         self._prompts, self._cursor = prompts, PromptCursor(seed)
         self._extra_batches, self._ahead = extra_batches, ahead
@@ -205,7 +206,7 @@ class Shuffled:
 BINS = 10
 # Factor of all sums of the bins after every iteration.
 BIN_DECAY = 0.95
-# Number of prompts with the mean of all bins that is added to each bin: it decides in bins with few prompts.
+# Each bin begins with this many prompts that have the mean of all bins; they decide where a bin has few others.
 BIN_PRIOR = 8.0
 # Decay of a prompt's own counts at its next visit, and their prior.
 PASS_RATE = {"decay": 0.7, "prior_correct": 0.5, "prior_wrong": 0.5}

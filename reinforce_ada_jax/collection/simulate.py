@@ -78,7 +78,7 @@ def check_own(config: StrategyConfig, strategy: Strategy, prompts: Sequence[Prom
 
 
 def _play(strategy: Strategy, rewards: np.ndarray, prompts: Sequence[Prompt]) -> list[Pool]:
-    """Returns the pools of prompts whose response i has the reward rewards[row, i], row for row."""
+    """Returns the pool of each row of `rewards`: response i has the reward rewards[row, i]."""
     threshold, rows = RewardConfig().positive_threshold, {prompt.id: row for row, prompt in enumerate(prompts)}
     width = rewards.shape[1]
 

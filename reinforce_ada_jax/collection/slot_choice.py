@@ -17,7 +17,7 @@ from reinforce_ada_jax.types import Prompt, RequestQueue, Response, Verdict
 # 32 and 64 rows. More rows are hardly cheaper each, and evaluations, which fill any number, would take twice as long
 # with 8 slots as with 32.
 CHOICES = (64, 32, 16)
-# Least share of busy slots: two thirds, because pass rates and lengths differ from those assumed.
+# Least share of busy slots. It is not higher, because pass rates and lengths differ from those assumed.
 BUSY = 0.65
 # More prompts than these keep more slots busy, and take longer to simulate.
 MOST_PROMPTS = 128
@@ -26,9 +26,10 @@ LENGTH_SPREAD = 0.4
 
 
 def simulated(strategy: Strategy, pass_rates: Sequence[float], slots: int) -> tuple[float, float]:
-    """Returns busy slot time and duration of one collection, in lengths of a response, without draws ahead of verdicts.
+    """Returns the busy slot time and the duration of a collection, in units of the length of a response.
 
-    Responses to a prompt are correct at random, with its pass rate as the probability.
+    Nothing is drawn ahead of verdicts. Responses to a prompt are correct at random, with its pass rate as the
+    probability.
     """
     prompts = [Prompt(str(row), problem="", answer="", tokens=np.zeros(1, np.int32)) for row in range(len(pass_rates))]
     busy = clock = 0.0

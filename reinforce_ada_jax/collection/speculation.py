@@ -25,8 +25,8 @@ def probability_of_use(drawn: int, ahead: int) -> float:
 def speculative_requests(prompts: Iterable[PromptRollouts], limit: int, max_draws: int | None) -> list[Request]:
     """Starts up to `limit` speculative draws, those that will most probably be needed first.
 
-    Prompts between rounds or closed ones get none. Each request is for the next draw of its prompt, whose `speculative`
-    has it as missing.
+    Closed prompts, and prompts between two rounds, get none. Each request is for the next draw of its prompt, which is
+    then listed as missing in the prompt's `speculative`.
     """
 
     def entry(rollouts: PromptRollouts) -> tuple[float, int, PromptRollouts]:

@@ -79,13 +79,13 @@ class Strategy:
       weight: pass rate of a pool -> factor of its advantages: the part of w(p) that the number of draws does not
         provide.
       clips_below: pass rates below this one get the weight at this one; counted as `collection/weight_clipped_share`.
-      continue_probability: probability in [0, 1] that a round after the first, which `next_draws` asks for, is drawn.
+      continue_probability: probability in [0, 1] that a round is drawn when `next_draws` asks for it; of the first: 1.
       plan: (estimates of P prompts, their ids) -> planned draws of each; called once, before the first round.
       extra_batches: limit of the prompts that replace dropped ones, in units of an iteration's prompts.
       max_age: limit of the updates since a response was drawn; older ones are not kept. None: no limit.
       coefficients: (pool, mask of usable draws) -> draw indices kept and a coefficient of each (corrections.py). It
         replaces `keep`, `baseline`, `normalize_by_std` and `weight` in the update; with `extra_batches`, `keep` and
-        `drop_unmet` still decide which prompts are replaced, and have no rows. None: those four make the advantages.
+        `drop_unmet` still decide which prompts are replaced; these have no rows. None: the four make the advantages.
       needs_estimates: the pass rates of all prompts are estimated before the first draw, also without a `plan`.
       drop_unmet: drop a prompt unless its rule is met and the kept rewards lie on both sides of the pool's mean.
     """
@@ -235,9 +235,9 @@ def sequential(config: CollectionConfig) -> Strategy:
     """`positive` and `balance`: rounds of M until k_pos responses are correct and k_neg wrong; a balanced group of n.
 
     positive is Ada-Seq-pos, with k_pos = 1 and k_neg = 0; balance is Ada-Seq-balance, with k_pos = n // 2 and k_neg = n
-    - n // 2 (arXiv 2510.04996 v3, section 3.2). `collection.unmet` decides about prompts that do not reach these
-    numbers, and about one-sided ones: "drop" is the passive filtering of arXiv 2510.04996 v1 (section 2.2), "replace"
-    the dynamic sampling of DAPO, with which v3 combines its rules.
+    - n // 2 (arXiv 2510.04996 v3, section 3.2). `collection.unmet` decides what happens to prompts that do not reach
+    these numbers, and to one-sided prompts: "drop" is the passive filtering of arXiv 2510.04996 v1 (section 2.2).
+    "replace" is the dynamic sampling of DAPO; v3 combines its rules with it.
     """
     k_pos, k_neg = collection_rules.goals(config)
 
@@ -283,8 +283,8 @@ def estimate(config: CollectionConfig) -> Strategy:
 def dapo(config: CollectionConfig) -> Strategy:
     """Dynamic sampling: one round of n; a prompt all correct or all wrong is replaced (2503.14476, section 3.2).
 
-    The prompts of an iteration are the shortest sequence, in data order, with enough kept prompts. So completion order
-    has no effect, and no kept prompt is thrown away.
+    An iteration takes prompts in data order until enough of them are neither. So the order of completion has no effect,
+    and no prompt with a signal is thrown away.
     """
     return dataclasses.replace(
         fixed(config.group_size),

@@ -93,9 +93,9 @@ class Trajectories:
     ):
         """Makes the queue of a collection's turns.
 
-        A trajectory has at most `max_turns` turns of the model, or else counts as failed (`Verdict.failed`), and at
-        most `max_tokens` tokens after the prompt, those of the environment included. At most `max_begun` have begun and
-        not ended: the sampler has room for their turns.
+        A trajectory with more than `max_turns` turns of the model counts as failed (`Verdict.failed`). It has at most
+        `max_tokens` tokens after the prompt, those of the environment included. At most `max_begun` trajectories run at
+        a time, because the sampler has no room for the turns of more.
         """
         self._environment, self._max_turns, self._max_tokens = environment, max_turns, max_tokens
         self._max_begun, self._deterministic = max_begun, deterministic
@@ -223,7 +223,7 @@ class Trajectories:
 
     def _end(self, trajectory: _Trajectory, verdict: Verdict, *, truncated: bool = False) -> Response:
         self._environment.end(trajectory.environment)
-        # Also the turn that will not follow, so that the sampler does not wait for it.
+        # The turn that will not follow is closed too, so that the sampler does not wait for it.
         self._over += [trajectory.turn_id(turn) for turn in range(1, len(trajectory.turns) + 1)]
         response = trajectory.response(truncated=truncated)
         self._verdicts[response.prompt_id, response.draw] = verdict

@@ -46,7 +46,7 @@ def keep_programs(chosen: str) -> None:
         if in_bucket:
             programs = ProgramBucket(f"{buckets.url(chosen)}/{_machine()}", programs)
     except OSError as error:
-        _say_not_kept(error)
+        _say_not_stored(error)
         return
     compilation_cache.get_file_cache = lambda path: (programs, path)
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -62,7 +62,7 @@ def _machine() -> str:
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
-def _say_not_kept(error: OSError) -> None:
+def _say_not_stored(error: OSError) -> None:
     print(
         f"warning: compiled programs are not kept, so the next start compiles again ({error}). Free disk space, or "
         "name another folder as compilation_cache (empty: none).",
@@ -118,7 +118,7 @@ class ProgramFolder(CacheInterface):
                     raise
         except OSError as error:
             self._writes = False
-            _say_not_kept(error)
+            _say_not_stored(error)
             return
         self._remove_oldest()
 
@@ -177,4 +177,4 @@ class ProgramBucket(CacheInterface):
 
     def _give_up(self, error: OSError) -> None:
         self._is_reachable = False
-        _say_not_kept(error)
+        _say_not_stored(error)

@@ -77,7 +77,7 @@ def token_losses(loss: str, logprobs: Terms, row: LossRow, clip: Clip) -> Terms:
     """
     if loss == "cross_entropy":
         return -row.factors * logprobs
-    # Without an advantage the ratio is 1: old log-probabilities may be anything there.
+    # Where the factor is 0, the ratio is set to 1: old log-probabilities may be anything there.
     ratio = jnp.exp(jnp.where(row.factors == 0, 0.0, logprobs - row.old_logprobs))
     plain, clipped = surrogates(ratio, row.factors, clip.low, clip.high)
     if loss == "importance_sampling":

@@ -42,7 +42,8 @@ class Batch(Record):
 
     Responses whose advantage is 0 may be left out of the rows (`make_batch`). Denominators still count them.
 
-    `old_logprobs` are the behaviour's until the batch is scored; None: the update computes its own, so ratios are 1.
+    `old_logprobs` are the behaviour's until the batch is scored. If they are None, the update takes those that it
+    computes itself, and all ratios are 1.
 
     `experts` are those that the sampler chose (`Response.experts`), in a model that has some.
     """
@@ -58,7 +59,7 @@ class Batch(Record):
     policy_version: Int[AnyArray, "*M B R"]  # that drew each response token
     behaviour_logprobs: Float[AnyArray, "*M B R"]  # under the distribution the tokens were sampled from
     old_logprobs: Float[AnyArray, "*M B R"] | None  # before the first update
-    left_out: Int[AnyArray, "*M B 2"]  # tokens and responses in no row, at the first row; 0 at the others
+    left_out: Int[AnyArray, "*M B 2"]  # counts of tokens and responses without a row, at the first row; 0 at the others
     reference_logprobs: Float[AnyArray, "*M B R"] | None = None  # under the reference policy, where there is a KL term
     regularization: Float[AnyArray, "*M B R"] | None = None  # factor of the token's entropy and KL in the loss; None: 1
     experts: UInt[AnyArray, "*M B T LC"] | None = None  # of each token, to be replayed; None: the learner chooses
@@ -112,8 +113,8 @@ def pack_without_zeros(
 ) -> list[list[int]]:
     """Assigns sequences to rows as `pack` does, but leaves out those that are zero where this saves a micro-batch.
 
-    Zero ones contribute nothing to the gradient. They fill the rows of the micro-batches that the others need, in the
-    order given: these cost no time, and metrics take them as a sample of all zero ones.
+    Zero sequences contribute nothing to the gradient. They fill free room in the micro-batches that the others need, in
+    the order given. This costs no time, and metrics take these as a sample of all zero sequences.
     """
     whole = pack(lengths, row_tokens, per_row)
     others = np.flatnonzero(~is_zero).tolist()
@@ -154,7 +155,8 @@ def make_batch(
 
     A row has at most `per_row` responses; with 1 each has a row, in the order of the examples. With `micro_rows`, the
     rows of a micro-batch, examples whose advantage is 0 are left out where this saves one (`pack_without_zeros`). With
-    `regularized` the batch has the examples' `regularization`, and with an `architecture` that has experts these.
+    `regularized` the batch has the examples' `regularization`. If `architecture` has experts, it has the examples'
+    experts.
 
     Raises ValueError for a prompt or a response longer than its limit, a prompt without a token, or more rows than
     `num_rows`.

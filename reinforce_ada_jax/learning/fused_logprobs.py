@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies straight from hidden states and the output head: [B, T, V] exists at no time.
+"""Log-probabilities and entropies straight from hidden states and the output head, without an array [B, T, V].
 
 Logits are computed tile by tile and dropped; the backward pass computes them again. The forward pass ends before any
 cotangent is known: the loss's slope at a token depends on its ratio, and so on its log-probability.
@@ -42,8 +42,8 @@ def token_logprobs(
     float32 (d_head over data and fsdp: in its own dtype). Logits and statistics are float32. The products have the
     dtype of `hidden`, to which the head is cast tile by tile: a float32 head with bfloat16 states needs no copy.
 
-    On a mesh the rows, all axes of `targets` together, are split over context, data and fsdp, and the vocabulary over
-    tensor: four numbers a row are summed over it in the forward pass, and d_hidden in the backward one. The head is
+    On a mesh the rows, all axes of `targets` together, are split over context, data and fsdp. The vocabulary is split
+    over tensor: the forward pass sums four numbers a row over it, the backward pass sums d_hidden. The head is
     gathered over fsdp and context in the products' dtype, in each pass, and its gradient is scattered over them.
 
     Args:
@@ -86,7 +86,7 @@ def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) 
             sum_exp, weighted, target_logit = jax.lax.psum((sum_exp, weighted, target_logit), "tensor")
         # sum p (z - max_logit) = weighted / sum_exp, and the entropy is log sum exp z less sum p z.
         log = jnp.log(sum_exp)
-        # Not target_logit - (max_logit + log), which rounds a log-probability near 0 as if it were as large as a logit.
+        # target_logit - (max_logit + log) would round a log-probability near 0 as if it were as large as a logit.
         return (target_logit - max_logit) - log, log - weighted / sum_exp, max_logit + log
 
     if config.mesh is not None:

@@ -39,7 +39,7 @@ def invariant_logprobs(
     if batch.experts is not None:  # tokens of older weights have other experts than these weights would choose
         record = jnp.asarray(experts.empty_record(architecture, size)).at[place].set(batch.experts, mode="drop")
         routing = experts.Routing(record[:, None])
-    # The start of padding rows is wrong, and not used: attention reads that of a tile's first row.
+    # The start of padding rows is wrong, but nothing reads it: attention reads that of a tile's first row.
     attend = invariant.packed_attend(spread(start), lengths, count)
     execution = Execution(jnp.float32, rowwise=invariant.by_tiles(count))
     hidden, _, _ = run(model, tokens[:, None], positions[:, None], attend, execution=execution, routing=routing)

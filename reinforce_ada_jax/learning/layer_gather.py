@@ -53,6 +53,6 @@ def gathered(architecture: Architecture, mesh: Mesh, params: Params, dtype: DTyp
 
 
 def scattered(gradients: Params, params: Params, param_shardings: Params) -> Params:
-    """Returns gradients of `gathered` weights as those of `params`: in their precision, and each device's own part."""
+    """Returns gradients of `gathered` weights in the precision of `params`; each device has its own part of them."""
     gradients = jax.tree.map(lambda gradient, weight: gradient.astype(weight.dtype), gradients, params)
     return jax.lax.with_sharding_constraint(gradients, param_shardings)

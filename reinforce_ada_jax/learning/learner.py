@@ -51,7 +51,7 @@ def response_logprobs(
     execution: Execution,
     attend: RowAttend = causal_attend,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"], Float[Array, "L E"] | None]:
-    """Computes the log-probability of every response token, the entropy where it was chosen, and the load of experts.
+    """Computes log-probabilities of response tokens, entropies of their distributions, and loads of experts.
 
     Beyond the responses the first two are arbitrary. The head is applied only to the R of T hidden states that predict
     a response token. In rows that are cut over `context` it is applied to all of them, so that none is gathered. The
@@ -84,9 +84,9 @@ def response_logprobs(
 def loss_config(config: Config) -> LossConfig:
     """Returns the loss that the configuration describes.
 
-    Where responses may have been drawn with earlier weights or in int8, the importance weight always has a cap. Without
-    a configured cap it is 2, and weighs only responses of earlier weights, or all if they are drawn in int8. A
-    configured cap weighs all.
+    Where responses may have been drawn with earlier weights or in int8, the importance weight always has a cap. If none
+    is configured, the cap is 2. Then only responses of earlier weights are weighed, or all of them in int8. With a
+    configured cap all are weighed.
     """
     names = {field.name for field in dataclasses.fields(LossConfig)} - {"loss", "row_tokens"}
     loss = LossConfig(
@@ -149,7 +149,7 @@ class Learner:
             micro_batches_per_program=platform_lib.update_program(mesh, config, architecture),
         )
         self.shardings = self.update.shardings
-        # A forward pass takes a third of the time.
+        # Scoring takes a third of the time of an update.
         self._scores_per_program = 3 * self.update.micro_batches_per_program
         by_row = mesh_lib.sharding(mesh, (None, "batch", None))
         self._score_all = jax.jit(self._score, out_shardings=by_row)
@@ -159,7 +159,7 @@ class Learner:
     def init(self, params: Params) -> LearnerState:
         """Returns the state before the first update; it holds the arrays of `params` themselves."""
         optimizer = jax.jit(self._optimizer.init, out_shardings=self.shardings(params).optimizer)(params)
-        # By a program: `compile_check` traces this for devices that do not exist, on which nothing can be placed.
+        # A program makes this: `compile_check` traces it for devices that do not exist, on which nothing can be placed.
         updates = jax.jit(lambda: jnp.int32(0), out_shardings=self._replicated)()
         return LearnerState(params=params, optimizer=optimizer, updates=updates)
 
@@ -250,14 +250,14 @@ class Learner:
         base: Params | None,
         micro: Batch,
         metric_weights: Float[Array, "B R"],
-        counts: loss_lib.Counts,
+        counts: loss_lib.Denominators,
         policy_version: Version | None,
     ):
         """Computes (loss, (means, gap)) of a micro-batch."""
         policy = self.policy(params, base)
         logprobs, entropy, load = self._logprobs(policy, micro)
         if self._is_invariant:
-            # The value of one, the slope of the other: what is added to the value is exactly 0.
+            # The sum has the value of `exact` and the slope of `logprobs`: the added difference is exactly 0.
             exact = self._exact_logprobs(jax.lax.stop_gradient(policy), micro)
             logprobs = jax.lax.stop_gradient(exact) + (logprobs - jax.lax.stop_gradient(logprobs))
         is_fresh = micro.response_mask if policy_version is None else micro.policy_version == policy_version

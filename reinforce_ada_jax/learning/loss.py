@@ -17,27 +17,27 @@ from reinforce_ada_jax.learning.token_losses import LossConfig, Mask, SampledTok
 
 # Bound of k3, as in the reference program.
 MAX_K3 = 10.0
-# The series of exp(-d) - 1 + d ends before d^12: below 1 the rest is less than 6e-9 of the value.
+# The series of exp(-d) - 1 + d is cut before d^12. For |d| < 1 the rest is less than 6e-9 of the value.
 SERIES_LENGTH = 12
 
 
-class Counts(NamedTuple):
+class Denominators(NamedTuple):
     """Sizes of a whole minibatch, both at least 1."""
 
     num_tokens: Float[Array, ""] | float
     num_rows: Float[Array, ""] | float  # responses that have tokens
 
 
-def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Counts:
+def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Denominators:
     """Counts a minibatch's tokens, and its responses that have any; rows without a token count nowhere."""
     mask = mask.astype(bool)
     of_responses = mask[..., None] if segment_one_hot is None else segment_one_hot & mask[..., None]
     return make_counts(mask.sum(), of_responses.any(axis=-2).sum())
 
 
-def make_counts(num_tokens: Int[Array, ""] | np.integer, num_rows: Int[Array, ""] | np.integer) -> Counts:
+def make_counts(num_tokens: Int[Array, ""] | np.integer, num_rows: Int[Array, ""] | np.integer) -> Denominators:
     """Returns counts as floats, at least 1, to divide by."""
-    return Counts(*(jnp.maximum(x, 1).astype(jnp.float32) for x in (num_tokens, num_rows)))
+    return Denominators(*(jnp.maximum(x, 1).astype(jnp.float32) for x in (num_tokens, num_rows)))
 
 
 def metric_weights(
@@ -60,7 +60,7 @@ def aggregate(
     per_token: Tokens,
     mask: Mask,
     aggregation: str,
-    counts: Counts,
+    counts: Denominators,
     *,
     row_tokens: int | None = None,
     segment_one_hot: SegmentOneHot | None = None,
@@ -73,8 +73,9 @@ def aggregate(
         seq-mean-token-mean      sum over responses of their token means / num_rows (GRPO, 2402.03300)
 
     Values where the mask is 0 may be anything (though nan there would spoil a gradient: mask before computing). The
-    counts are those of the whole minibatch, of which these values may be a part. A response may have `row_tokens`
-    tokens (None: T). `segment_one_hot` is as for `segment_sums`. Raises ValueError for an unknown name.
+    counts are those of the whole minibatch, of which these values may be a part. `row_tokens` is the most tokens
+    that a response may have; None: T. `segment_one_hot` is as for `segment_sums`. Raises ValueError for an unknown
+    name.
     """
     row_sums = masked(per_token, mask).sum(axis=-1)
     if aggregation == "token-mean":
@@ -95,7 +96,7 @@ def aggregate(
 def _kl(config: LossConfig, logprobs: Tokens, reference_logprobs: Tokens | None, mask: Mask) -> Float[Array, "B T"]:
     """Computes the KL of every token, 0 without a reference; raises ValueError where its coefficient needs one."""
     if reference_logprobs is not None:
-        # Masked before the difference: values where the mask is 0 must reach neither the loss nor its slope.
+        # They are masked before the difference: values where the mask is 0 must reach neither the loss nor its slope.
         return kl_estimate(masked(logprobs, mask), masked(reference_logprobs, mask), config.kl_kind)
     if config.kl_coefficient:
         raise ValueError(
@@ -111,7 +112,7 @@ def policy_loss(
     entropy: Tokens,
     sampled: SampledTokens,
     *,
-    counts: Counts | None = None,
+    counts: Denominators | None = None,
     metric_weights: Tokens | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Computes the policy loss of a minibatch, or its share of one.

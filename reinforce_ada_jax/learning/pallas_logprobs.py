@@ -4,8 +4,8 @@ Same meaning as `scan_logprobs.statistics` and `scan_logprobs.gradients`, on one
 the vocabulary.
 
     statistics   grid (rows, vocab)   four running numbers a row stay in VMEM
-    d_hidden     grid (rows, vocab)   its sum over the vocabulary does
-    d_head       grid (vocab, rows)   its sum over rows does
+    d_hidden     grid (rows, vocab)   its sum over the vocabulary stays in VMEM
+    d_head       grid (vocab, rows)   its sum over rows stays in VMEM
 
 Each of the two gradient kernels computes the logits again: five products altogether where four could do, because one
 kernel for both would read and write d_hidden or d_head in HBM at every tile.
@@ -107,8 +107,8 @@ def _run(
 def _on_part(config: HeadConfig, vocab_size: int, head_ref, dtype, tile, fold: Callable[[Array, int], None]) -> None:
     """Calls `fold(part, live)` with a tile of the head, of which `live` vocabulary entries exist.
 
-    The last tile may reach beyond the head, where memory holds anything: nan times 0 would still be nan, so it is set
-    to zero. Only this tile needs the extra pass.
+    The last tile may reach beyond the head, where memory holds anything. What lies there is set to 0, because nan
+    times 0 would still be nan. Only this tile needs the extra pass.
     """
     size = head_ref.shape[config.vocab_axis]
     whole, rest = divmod(vocab_size, size)

@@ -128,7 +128,8 @@ def head_tile(name: str, hidden_size: int, dtype: DTypeLike) -> tuple[int, int]:
     """Returns (rows, vocab) whose logits exist at a time.
 
     On TPUs two blocks of each are in VMEM: with 512 x 512, bfloat16 and a hidden size of 4,096 the kernel of d_hidden
-    takes 40 MiB and the logits. Fewer rows mean more traffic: the head is read once for each block of them.
+    takes 40 MiB, and the logits in addition. Fewer rows mean more traffic: the head is read once for each block of
+    them.
     """
     if name == "tpu":
         return (512, 512) if hidden_size * jnp.dtype(dtype).itemsize <= 2 * 4096 else (256, 256)
@@ -184,7 +185,7 @@ def activation_bytes(architecture: Architecture, remat: str, dtype: DTypeLike) -
     numbers = a.hidden_size
     if remat == "dots":
         query, keys = a.num_heads * a.head_dim, 2 * a.num_kv_heads * a.head_dim
-        # Of experts only the router's logits: their products are grouped, and computed again.
+        # Of experts only the router's logits are stored: the backward pass computes their grouped products again.
         numbers += 2 * query + keys + 2 * a.hidden_size + (a.num_experts or 2 * a.ffn_size)
     return a.num_layers * numbers * jnp.dtype(dtype).itemsize
 

@@ -1,7 +1,7 @@
 """Log-probabilities over the vocabulary, tile by tile: the records of a pass, and the passes for CPU and GPU.
 
-A pass computes the logits of some rows and some of the vocabulary, adds them to running statistics and drops them;
-[rows, vocab] exists at no time. The same passes for TPU are in `pallas_logprobs.py`; `fused_logprobs.py` makes one
+A pass computes the logits of some rows and some of the vocabulary, adds them to running statistics and drops them. An
+array [rows, vocab] never exists. The same passes for TPU are in `pallas_logprobs.py`; `fused_logprobs.py` makes one
 differentiable function of them. None of the passes knows the mesh.
 """
 
@@ -20,7 +20,7 @@ from reinforce_ada_jax.policy import rounded
 
 # 4 MiB of logits stay in a CPU's cache: products ran at 200 GFLOP/s on two cores; with tiles of 32 MiB at 100.
 TILE = (1024, 1024)
-# The maximum of no logits: finite, so that the difference of two of them is 0.
+# Start value of a maximum. It is finite, so that the difference of two start values is 0.
 NO_LOGIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 

@@ -41,7 +41,7 @@ class Scorer:
 
     Attributes:
       program: jitted (weights, tokens [B, T], temperatures [B]) -> (log-probabilities [B, T], ids and log-probabilities
-        of the most probable tokens [B, T, K]). Place t is that of token t + 1; the last one has no meaning.
+        of the most probable tokens [B, T, K]). Place t has the results for token t + 1; the last place has no meaning.
       least_rows: number that divides B.
     """
 

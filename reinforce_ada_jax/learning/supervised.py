@@ -23,7 +23,7 @@ class SupervisedLearner(Learner):
         base: Params | None,
         micro: Batch,
         metric_weights: Float[Array, "B R"],
-        counts: loss_lib.Counts,
+        counts: loss_lib.Denominators,
         policy_version: Version | None,
     ):
         """Computes (loss, (means, None)) of a micro-batch; the metrics of ratios are 0."""

@@ -163,7 +163,7 @@ def load(loss: str) -> str | TokenLossFn:
 def _tried(
     loss: TokenLossFn, log_ratios: Sequence[float], advantages: Sequence[float]
 ) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-    """Returns the summed loss of tokens with all log ratios and advantages, and its slopes to log-probabilities."""
+    """Returns the summed loss of one token for each pair of log ratio and advantage, and its slopes."""
     old = np.full((len(advantages), len(log_ratios)), -1.0 - max(log_ratios), np.float32)
     of_rows = np.broadcast_to(np.array(advantages, np.float32)[:, None], old.shape)
 
@@ -200,7 +200,7 @@ class PolicyTerms(NamedTuple):
 
 
 def masked(values: Array | np.ndarray, mask: Array | np.ndarray) -> Array:
-    """Returns float32 values, 0 where the mask is 0: before any exp, so nothing there reaches a value or a slope."""
+    """Returns float32 values, 0 where the mask is 0. Before any exp: nothing there may reach a value or a slope."""
     return jnp.where(mask.astype(bool), values.astype(jnp.float32), 0.0)
 
 

@@ -106,7 +106,7 @@ class Sums(NamedTuple):
     gap: Any  # of `UpdateMetrics`
 
 
-def _counts(batch: Batch) -> loss_lib.Counts:
+def _counts(batch: Batch) -> loss_lib.Denominators:
     """Returns the denominators of the whole minibatch, including responses that are left out."""
     counted = batch.left_out.sum(axis=(0, 1))
     num_rows = (batch.response_length > 0).sum() + counted[1]
@@ -178,10 +178,10 @@ class UpdatePrograms:
     ) -> tuple[LearnerState, UpdateMetrics]:
         """Makes one optimiser step on one minibatch of `Learner.put`, or leaves the state as it was.
 
-        The arrays of `state` are donated. The state keeps its values if the loss or the gradient is not finite; without
-        `old_logprobs` in the batch also if a log-probability is not finite, or differs from the engine's by more than
-        rounding (`logprob_gap.gap_limits`). Only responses of this `policy_version` were drawn from the weights of
-        `state` and are compared; None: all are. `base` are the weights under adapters.
+        The arrays of `state` are donated. The state keeps its values if the loss or the gradient is not finite. If
+        the batch has no `old_logprobs`, it also keeps them if a log-probability is not finite, or differs from the
+        engine's by more than rounding (`logprob_gap.gap_limits`). Only responses of this `policy_version` were drawn
+        from the weights of `state` and are compared; None: all are. `base` are the weights under adapters.
 
         `between` is as for `Chain.sums`; `state` still has its arrays where it raises.
         """
@@ -201,7 +201,7 @@ class UpdatePrograms:
     # ---- the computation ---------------------------------------------------------------------------------------------
 
     def _begun(self, params: Params, batch: Batch) -> tuple[Params | None, Sums, Int[Array, ""]]:
-        """Returns the copy that micro-batches share, sums of none, and the number of micro-batches with a token."""
+        """Returns the copy that micro-batches share, sums that are 0, and the number of micro-batches with a token."""
         none = None if self._expert_shape is None else jnp.zeros(self._expert_shape, jnp.float32)
         means = dict.fromkeys(MEANS, jnp.float32(0)) | expert_sums(none)
         no_gap = LogprobGap(*[jnp.float32(0)] * 4) if batch.old_logprobs is None else None
@@ -236,7 +236,7 @@ class UpdatePrograms:
         base: Params | None,
         batch: Batch,
         metric_weights: Float[Array, "M B R"],
-        of_update: tuple[loss_lib.Counts, Version | None, tuple[Any, Int[Array, ""]]],
+        of_update: tuple[loss_lib.Denominators, Version | None, tuple[Any, Int[Array, ""]]],
     ) -> Sums:
         """Adds the micro-batches within the bounds; each slice adds its part of their rows to its own sums."""
         (params, layers), (counts, policy_version, bounds) = weights, of_update
@@ -276,7 +276,7 @@ class UpdatePrograms:
         new = take_step(self._optimizer, state, gradients)
         new = jax.tree.map(lambda after, before: jnp.where(allowed, after, before), new, state)
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
-        # Of the chosen weights: a choice that waited for this would hold two copies of the state.
+        # This reads the chosen weights: if the choice waited for it, the device would hold two copies of the state.
         weights_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new.params)]).all()
         means = dict(sums.means)
         tokens = means.pop(EXPERT_TOKENS, None)

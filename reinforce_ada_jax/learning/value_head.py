@@ -43,10 +43,10 @@ def prompt_features(
 ) -> Float[Array, "B D"]:
     """Computes h / D, h the policy's final hidden state at the last token of each right-padded prompt.
 
-    Divided by D, a step of Adam moves the log odds by at most rate * mean |h|, whatever the width. On cipher
-    (32 prompts and 256 draws an iteration, 8 steps at rate 0.03; squared error of the estimates in the third epoch)
-    h / D has 0.094 at D = 64, and with its features repeated to D = 1536; h / sqrt(D) 0.099 and 0.146; h itself 0.176
-    and 0.287. The best constant has 0.105, the best linear head 0.076.
+    Because h is divided by D, a step of Adam moves the log odds by at most rate * mean |h|, whatever the width. On
+    cipher (32 prompts and 256 draws an iteration, 8 steps at rate 0.03; squared error of the estimates in the third
+    epoch) h / D has 0.094 at D = 64, and with its features repeated to D = 1536; h / sqrt(D) 0.099 and 0.146; h itself
+    0.176 and 0.287. The best constant has 0.105, the best linear head 0.076.
 
     Results of rows without a token are finite and have no meaning.
     """
@@ -152,7 +152,7 @@ class ValueHead:
         """
         if not any(pool.verdicts for pool in pools):
             return {}
-        # Padded as the prompts were, so that another number of pools seldom compiles again.
+        # Padding as that of the prompts: so another number of pools seldom needs another compilation.
         size = -(-len(pools) // self._rows) * self._rows
         features = np.zeros((size, len(self._head.weights)), np.float32)
         correct, drawn = np.zeros(size, np.float32), np.zeros(size, np.float32)

@@ -108,8 +108,8 @@ def _forwards(x: Array, values: Array) -> tuple[Array, tuple[Array, Array]]:
     return _of_rows(x, values), (x, values)
 
 
-def _backwards(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
-    x, values = kept
+def _backwards(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, values = residuals
     of_x = _product(gradient, _matrix(values), 1, 1)
     return of_x.astype(x.dtype), of_columns(x, gradient).astype(values.dtype)
 

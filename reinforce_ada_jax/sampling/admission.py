@@ -41,9 +41,10 @@ class Lengths:
 
 
 def expected_pages(survivors: Int[ArrayLike, " width"], pages: Int[ArrayLike, " S"]) -> Int[ArrayLike, "S ahead"]:
-    """Returns the pages, in 1 / FRACTION, that draws with `pages` own pages are expected to hold when grown by j.
+    """Returns the pages that draws are expected to hold when they have grown by j from `pages` own pages.
 
-    A draw that ends before it has grown by j holds none. Draws have at least one page. Only the rows of slots are
+    The unit is 1 / FRACTION of a page. A draw that ends before it has grown by j holds none. Draws have at least one
+    page. Only the rows of slots are
     computed: a table with a row for each number of pages has 4 million entries where responses have 65,536 tokens and
     pages 32, and took 7 to 13 ms of each window on a CPU.
     """
@@ -62,8 +63,8 @@ def admissible(
     """Returns True for idle slots whose draws may start: with them the forecast stays within `room` at all times.
 
     No draw overtakes an earlier one that may not start. With all slots idle the first one always may: it fits alone.
-    `survivors` is from `Lengths`; `held` are the own pages of each slot, 0 for idle ones; `limit` the most that
-    its draw needs, or the draw that it would start, 0 for none. Slots may hold `room` pages in all.
+    `survivors` is from `Lengths`; `held` are the own pages of each slot, 0 for idle ones; `limit` is the most
+    that its draw needs, or the draw that it would start; 0: there is none. Slots may hold `room` pages in all.
     """
     idle = held == 0
     pages = jnp.maximum(held, 1)
@@ -71,6 +72,6 @@ def admissible(
     needed = jnp.where(in_reach, expected_pages(survivors, pages), 0)
     new = jnp.where(idle[:, None], needed, 0)
     spare = room * FRACTION - (needed - new).sum(0)
-    # At a time that a draw is not expected to reach it needs no room.
+    # A draw needs no room at a time when it is expected to have ended.
     fits = ((new.cumsum(0) <= spare[None]) | (new == 0)).all(1)
     return idle & (limit > 0) & ((~fits).cumsum() == 0)

@@ -25,13 +25,13 @@ from reinforce_ada_jax.distributed.mesh import on_own_part
 LARGEST_IN_ONE_LEVEL = 8192
 # Each device along `tensor` has whole groups, if this is a multiple of the number of devices.
 GROUPS = 8
-# Blocks of a group. More of them need more noise, fewer of them more tokens gathered one by one.
+# Blocks of a group. With more, more noise is needed. With fewer, more tokens are gathered one by one.
 STRIDE = 512
 
 Logprobs = Float[Array, "S V"]
 Keys = UInt32[Array, "S 2"]  # from `token.draw_keys`
 Places = Int[Array, " S"]  # of the new tokens within their responses, from 0
-Drawn = tuple[Int[Array, " S"], Float[Array, " S"]]  # tokens, and their log-probabilities
+DrawnTokens = tuple[Int[Array, " S"], Float[Array, " S"]]  # tokens, and their log-probabilities
 
 
 class Blocks(NamedTuple):
@@ -90,7 +90,7 @@ def masses(logprobs: Logprobs, blocks: Blocks) -> Float[Array, "S blocks"]:
     return jnp.concatenate(groups, axis=1)
 
 
-def sample(logprobs: Logprobs, keys: Keys, positions: Places, blocks: Blocks, mesh: Mesh | None = None) -> Drawn:
+def sample(logprobs: Logprobs, keys: Keys, positions: Places, blocks: Blocks, mesh: Mesh | None = None) -> DrawnTokens:
     """Samples a token of each row; also returns its log-probability.
 
     Log-probabilities are normalised; those below log 1e-38 count as -inf. With `mesh` the vocabulary is split over
@@ -126,7 +126,7 @@ def sample(logprobs: Logprobs, keys: Keys, positions: Places, blocks: Blocks, me
     return jnp.minimum(tokens, logprobs.shape[1] - 1), chosen
 
 
-def _best_of_devices(score: Float[Array, " S"], token: Int[Array, " S"], logprob: Float[Array, " S"]) -> Drawn:
+def _best_of_devices(score: Float[Array, " S"], token: Int[Array, " S"], logprob: Float[Array, " S"]) -> DrawnTokens:
     """Returns token and log-probability of the largest score along `tensor`, after one transfer."""
     # A token is less than 2**24, so that float32 holds it.
     candidate = jnp.stack([score, token.astype(jnp.float32), logprob])

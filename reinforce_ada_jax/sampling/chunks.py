@@ -73,8 +73,8 @@ def visible_pages(
 ) -> VisiblePages:
     """Returns the pages of the first `lengths[c]` tokens of each table; `pages` is their number in the pool.
 
-    With `start` they are those of the tokens from there on, and the pages of a table may be a ring. They are in the
-    order of the tables, not of page numbers: those depend on history, and sums must not.
+    With `start` they are the pages of tokens from `start` on, and the pages of a table may be a ring. They are in the
+    order of the tables: page numbers depend on history, and sums must not.
 
     Queries with the same `row` have the same table, and are next to each other by increasing lengths. Only the table
     of the last one is searched: a chunk of 128 tokens of one prompt of 65,536 would search 262,000 entries otherwise.

@@ -211,7 +211,7 @@ def _append_tokens(
     """
     slots, requests, outputs, logprobs = state.slots, state.slots.requests, state.outputs, computed.logprobs
     rows = slots if drafted is None else drafted.slots
-    # On accelerators all at a time: loops cost more there than the width of a step.
+    # On accelerators all rows are drawn at once: a loop would cost more than the wider step.
     at_a_time = token_lib.ROWS if options.attention in {"jnp", "invariant"} else len(logprobs)
     # Noise is addressed by the place of a token in its response.
     number = rows.count if rows.requests.begun is None else rows.count + rows.requests.begun
@@ -303,10 +303,10 @@ def decode_window(
     slots is idle because the next request's prompt is not ready, decoding waits: a step of few slots costs as much as
     one of many. With `options.drafts` a slot may decode several tokens in a step (drafts.py).
 
-    The window ends earlier when nothing is left to decode, and where the experts of tokens are recorded, before a chunk
-    for whose record it has no room. It also ends when the queue is empty, a quarter of the slots
-    is idle, and responses of an eighth of the slots have ended: the host can then send new requests sooner. With the
-    queue empty and few slots active (`options.widths`), only these are computed.
+    The window ends earlier when nothing is left to decode. If it records experts, it also ends before a chunk whose
+    record would not fit. And it ends when the queue is empty, a quarter of the slots is idle, and responses of an
+    eighth of the slots have ended: the host can then send new requests sooner. With the queue empty and few slots
+    active (`options.widths`), only these are computed.
     """
     widths, step_sizes, adapters = options.widths, draft_choice.step_sizes(options), state.terms.adapter
     layout = rings_lib.layout(model.architecture, options)
@@ -359,8 +359,8 @@ def decode_window(
         )
         return state, computed, width, go_on
 
-    # The last iteration refills and decodes nothing. So refilling and the choice of a width exist once in the program:
-    # compiling takes most of the time of a start.
+    # The last iteration refills slots and decodes nothing. So the code that refills and chooses a width is in the
+    # program once. Compiling it takes most of the time of a start.
     most_rows, architecture = step_sizes[-1], model.architecture
     routes = jnp.asarray(experts.empty_record(architecture, most_rows)) if options.records_experts else None
     computed = Computed(jnp.zeros((most_rows, architecture.vocab_size), jnp.float32), routes)

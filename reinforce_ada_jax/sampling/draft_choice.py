@@ -35,8 +35,8 @@ Numbers = Int[ArrayLike, "S drafts"]
 def with_drafts(options: EngineOptions, architecture: Architecture, drafts: int | None, platform: str) -> EngineOptions:
     """Returns the options of an engine that guesses at most `drafts` tokens for a slot; None: where that pays.
 
-    It pays on CPUs where the weights don't fit into the caches and there are few slots. With many, idle rows are only
-    in the tail, which the window computes in few rows without drafts. On accelerators it was not measured.
+    It pays on CPUs where the weights don't fit into the caches and there are few slots. With many slots, rows are idle
+    only at the end, and the window computes few rows there without drafts. On accelerators it was not measured.
     """
     itemsize = 1 if options.weight_dtype == "int8" else jnp.dtype(options.dtype).itemsize
     weight_bytes, balanced_rows = architecture.num_parameters * itemsize, BALANCED_ROWS.get(platform, 1)

@@ -62,9 +62,9 @@ def guess(
     """Returns tokens that may follow each response, up to the first `NONE`.
 
     The last two tokens are searched in the text; the guesses follow the match nearest to the response's own place.
-    Without a match they follow the last earlier place of the two in the sequence itself (prompt and response). Without
-    that they are the text from the same place on. `text` has earlier responses, and `NONE` where there is nothing;
-    tokens of `response` beyond `count` are ignored.
+    Without a match they follow the last earlier place of the two in the sequence itself (prompt and response). If there
+    is none, they are the text from the response's own place on. `text` has earlier responses, and `NONE` where there is
+    nothing; tokens of `response` beyond `count` are ignored.
     """
     rows, room = jnp.arange(text.shape[0])[:, None], text.shape[1]
     place = jnp.arange(prompt.shape[1] + room)[None]

@@ -183,7 +183,7 @@ class Engine:
         return params
 
     def cast_weights(self, params: Params) -> Params:
-        """Returns the weights to decode with, on the learner's devices, where those of the engine are others."""
+        """Returns the decode weights of an engine with devices of its own, while they are on the learner's devices."""
         return self._programs.cast_weights(params)
 
     def abstract_copy(self, params: Params) -> Params | None:

@@ -88,7 +88,7 @@ def _check_requests(waiting: Requests, running: Requests, rows: Rows, unread: Se
 
 
 def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, running: Slots) -> None:
-    """Checks that each page is free, that of one or more prompts or parked turns, or a slot's own."""
+    """Checks that each page is in one state: free, held by prompts and parked turns, or owned by one slot."""
     pool, prompts = state.pool, state.prompts
     available = int(pool.available)
     _require(0 <= available <= options.pages - 1, f"{available} of {options.pages - 1} pages are free")

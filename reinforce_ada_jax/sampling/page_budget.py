@@ -96,7 +96,8 @@ class PageBudget:
     def _after_window(self, free_pages: int, reserve: int) -> int:
         """Returns the pages that are free after a window which began with at least `free_pages`.
 
-        Slots may take all but `reserve`, at most what their tables hold; turns parked since take a prompt's pages each.
+        Slots may take all but `reserve`, and no more than their tables hold. Each turn that is parked meanwhile may
+        take as many pages as the longest prompt.
         """
         options = self._options
         held_by_slots = options.slots * options.table_width + self.parkable_turns * options.prompt_width

@@ -35,7 +35,7 @@ TPU_SCALAR_BYTES = 2**20
 GPU_BLOCK_TOKENS = 64
 # Programs that keep a large GPU busy (an H100 has 132 multiprocessors); fewer slots and heads than that split tokens.
 GPU_PROGRAMS = 256
-# The maximum of no scores: finite, so that the difference of two of them is 0.
+# Start value of a maximum. It is finite, so that the difference of two start values is 0.
 NO_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -126,8 +126,8 @@ def pallas_tpu(
         )
 
     def attend(query, key_pages, value_pages, lengths, table):
-        # The generic interpreter: the simulator of a TPU, which the mode is named after, can hang on two cores.
-        # True, which its annotation omits, chooses it.
+        # True chooses the generic interpreter; the annotation omits this value. The simulator of a TPU, which gave the
+        # mode its name, can hang on two cores.
         mode = pltpu.force_tpu_interpret_mode(True) if interpret else contextlib.nullcontext()  # type: ignore[arg-type]
         # The kernel promotes bfloat16 to float32, and does not compile with products of whole float32 numbers.
         with mode, jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("default"):

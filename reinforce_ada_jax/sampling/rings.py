@@ -20,7 +20,7 @@ from reinforce_ada_jax.sampling.state import EngineOptions, Slots
 
 
 def ring_pages(tokens: int, page_size: int) -> int:
-    """Returns the most pages that this many tokens in a row, at least 2, have a part of."""
+    """Returns the most pages that have a part of this many tokens in a row, at least 2."""
     return (tokens - 2) // page_size + 2
 
 

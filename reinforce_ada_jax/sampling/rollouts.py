@@ -211,7 +211,7 @@ class _Session:
                     break
                 previous = submitted
         except GeneratorExit:  # broken off
-            self._keep_begun()
+            self._give_begun()
             raise
         self._close_all()
         if any(scheduler.rows.closing.any() for scheduler in self.schedulers):
@@ -222,8 +222,9 @@ class _Session:
         """Does what `run` does where other processes decode too: all launch the same windows in the same order.
 
         Each process launches a window in every pass, even without requests, and votes on what follows. The outcome is
-        in the window's outputs, the same in all processes; the next window is already submitted by then. Where what
-        runs can go on later, all cut it in the pass in which the last process has nothing more to do, and vote again.
+        in the window's outputs, the same in all processes; the next window is already submitted by then. If running
+        responses can go on later, all processes cut them in the pass in which the last of them has no more work. Then
+        they vote again.
 
         Raises:
           Interrupted: another process was broken off.
@@ -245,7 +246,7 @@ class _Session:
                     yield responses
                 previous = submitted
         except (GeneratorExit, Interrupted):  # also of a queue that waits for verdicts
-            self._keep_begun()
+            self._give_begun()
             # The others are at work, and stop with this process, in the same pass.
             while submitted is not None and self.outcome == _WORKING:
                 previous, submitted = submitted, self._submit_window(submitted, _STOPPED)
@@ -269,7 +270,7 @@ class _Session:
         if self.voted_before_cut is None:
             if vote == _FINISHED and not self._cuts:
                 return vote
-            self._take_requests()  # after its own those of later iterations, while other processes are at work
+            self._take_requests()  # first its own, then those of later iterations while other processes are at work
             if self._may_cut():
                 return _FINISHED
             if self._busy or self._awaits_verdicts() or self._make_room():
@@ -342,10 +343,10 @@ class _Session:
         for scheduler in self.schedulers:
             self.queue.give_back(scheduler.cancel_all())
 
-    def _keep_begun(self) -> None:
+    def _give_begun(self) -> None:
         """Gives the queue the tokens so far of what runs, if it can go on later."""
         if isinstance(self.queue, CuttableQueue) and self._keeps:
-            self.queue.keep(self._begun())
+            self.queue.add_begun(self._begun())
 
     def _begun(self) -> list[Response]:
         """Returns the tokens so far of what runs, by the last window read."""

@@ -150,7 +150,7 @@ class Scheduler:
             cached = len(turn.tokens) - 1
             return OpenedPrompt(turn.row, prompt.tokens, turn.row, num_pages(cached, page_size), cached)
         like, shared = 0, 0
-        if not self.options.ring_window:  # of a common beginning, a ring has only what its prompt's last tokens see
+        if not self.options.ring_window:  # a ring has only what its prompt's last tokens see, so it cannot be shared
             like, shared = self._prefixes.find(prompt.tokens, self._adapter_of(prompt))
         return OpenedPrompt(-1, prompt.tokens, like, shared, shared * page_size)
 
@@ -162,7 +162,7 @@ class Scheduler:
         return has_row and self.budget.fits(prompt, opened.shared, for_responses, after_closing=after_closing)
 
     def _make_way(self, prompt: Prompt, requests: int) -> None:
-        """Closes what only saves work until a waiting prompt will fit, where prompts may wait for each other.
+        """Closes what is open only to save work until a waiting prompt fits, if prompts may wait for each other.
 
         A prompt stays open for the turns that begin with it, and these need rows and pages of their own. So without
         this a few prompts could hold all of them, and none would end. Closed prompts are prefilled again.

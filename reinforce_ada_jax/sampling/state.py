@@ -286,7 +286,7 @@ class EngineOptions:
     weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
     adapters: Lora | None = None  # decoded beside their base; None: there are none, or they are merged
     begun_tokens: int = 0  # most tokens of a response at the end of its prompt (`Request.begun`); 0: none goes on
-    finishes: bool = False  # what runs at the end of a collection is not cut, and goes on only if it is broken off
+    finishes: bool = False  # a collection's end cuts no response: they go on only if it is broken off
     drafts: int = 0  # most tokens that a step guesses and verifies for a slot (drafts.py)
     draft_rows: int = 0  # rows up to which guesses may lengthen a step; beyond them they only fill idle rows
     row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)

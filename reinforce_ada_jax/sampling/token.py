@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import distribution
 from reinforce_ada_jax.sampling import blocks as blocks_lib
-from reinforce_ada_jax.sampling.blocks import Blocks, Drawn, Keys, Logprobs, Places, first_largest, gumbel
+from reinforce_ada_jax.sampling.blocks import Blocks, DrawnTokens, Keys, Logprobs, Places, first_largest, gumbel
 from reinforce_ada_jax.sampling.state import Sampling
 
 # Rows whose noise is computed at a time: on CPUs they stay in a core's own cache.
@@ -81,7 +81,7 @@ def sample(
     at_a_time: int = ROWS,
     mesh: Mesh | None = None,
     blocks: Blocks | None = None,
-) -> Drawn:
+) -> DrawnTokens:
     """Samples one token for each of the first `count` slots; also returns its untruncated log-probability.
 
     Log-probabilities are those of `next_logprobs`. Temperature 0 takes the most probable token. A loop takes
@@ -121,7 +121,7 @@ def _is_cut(sampling: Sampling) -> Bool[Array, " S"]:
     return (sampling.top_k > 0) | (sampling.top_p < 1)
 
 
-def _sample_rows(logprobs: Logprobs, keys: Keys, positions: Places, sampling: Sampling) -> Drawn:
+def _sample_rows(logprobs: Logprobs, keys: Keys, positions: Places, sampling: Sampling) -> DrawnTokens:
     # Sorting a vocabulary is expensive; training never does.
     allowed = jax.lax.cond(
         jnp.any(_is_cut(sampling)), lambda: truncated(logprobs, sampling.top_k, sampling.top_p), lambda: logprobs
@@ -140,7 +140,7 @@ def _sample_in_two_levels(
     at_a_time: int,
     mesh: Mesh | None,
     blocks: Blocks,
-) -> Drawn:
+) -> DrawnTokens:
     """Samples in two levels where nothing is cut and the temperature is not 0, and else in one."""
     # The number of rows is fixed, and nothing outside is fused: rounding must not depend on the number of slots.
     more = max(0, at_a_time - len(positions))

@@ -119,11 +119,11 @@ class Checkpoints:
         run_id: str | None = None,
         writes: bool = False,
     ):
-        """Opens the folder, or makes it; `keep`, `keep_best`, `keep_every`: `newest`, `best`, `every` of `Retention`.
+        """Opens the folder, or makes it. `Retention` describes `keep`, `keep_best` and `keep_every`.
 
-        Checkpoints of runs with another id than `run_id` are left alone; with None only iterations are compared. With
-        `writes` this process trains in the work directory, and removes the files of unfinished saves. Another process
-        would remove a save in progress.
+        Checkpoints of runs with another id than `run_id` are left alone; with None only iterations are compared. The
+        process that trains in the work directory has `writes`: it alone removes the files of unfinished saves, because
+        another process would remove a save that is still in progress.
         """
         self.folder = buckets.checkpoints(workdir)
         self._writes, self._run_id = writes, run_id

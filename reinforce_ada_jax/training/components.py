@@ -62,7 +62,7 @@ from reinforce_ada_jax.training.environments import Drawing, Environments
 from reinforce_ada_jax.training.reward_check import output_file, reward_columns
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
-# Slots of a replica where a step of many rows takes as long as one of few: not on CPUs, unless the model is small.
+# Slots of a replica where a step of many rows takes as long as one of few: on accelerators, and for small models.
 MOST_SLOTS = 256
 # `for_responses` rounds slots and prompt lengths up to multiples of these: each pair is a program to compile.
 SLOTS_STEP, LENGTHS_STEP = 8, 64
@@ -284,9 +284,9 @@ def _make_engine(
 ) -> tuple[Mesh, Engine]:
     """Returns the learner's mesh and the engine."""
     options = engine_options(config, architecture, stop_ids, slots)
-    # Commands that do not train read weights in the type of decoding, and hold no second copy of them. Nobody learns
-    # from their experts. Their prompts with one system message share its pages, which rings cannot. What they break
-    # off is drawn again.
+    # Commands that do not train read weights in the type of decoding, and hold no second copy of them. They need no
+    # record of experts. Their prompts share the pages of a common system message, and rings cannot be shared. A
+    # response that they break off is drawn again.
     if not trains:
         options = dataclasses.replace(options, apart=False, records_experts=False, ring_window=0, begun_tokens=0)
     options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())
@@ -356,7 +356,7 @@ def deterministic(config: Config) -> bool:
 
 
 def rounds_alike(config: Config) -> bool:
-    """Returns True if a response keeps its bits in another slot, or the run does not promise them."""
+    """Returns True if a response keeps its bits in another slot, or if the run does not promise equal bits."""
     if config.model.numerics == "invariant":
         return config.collection.overlap == "none"  # idle slots decide which responses are prefetched
     return not deterministic(config)

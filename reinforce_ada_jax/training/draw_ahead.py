@@ -15,10 +15,10 @@ from reinforce_ada_jax.distributed.signals import Stop
 
 LOOK_EVERY_S = 0.2
 
-Drawn = TypeVar("Drawn")
+T = TypeVar("T")
 
 
-class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[Drawn]):
+class DrawAhead(contextlib.AbstractContextManager["DrawAhead[T]"], Generic[T]):
     """Runs at most one collection at a time, in a thread; on exit it ends where it next asks whether to stop.
 
     A request to end breaks the collection off in the thread, which tells the other processes. So `take` has the same
@@ -28,10 +28,10 @@ class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[D
     def __init__(self):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="drawing")
         self._ended = threading.Event()
-        self._drawing: Future[Drawn] | None = None
+        self._drawing: Future[T] | None = None
         self._phase = "collecting"
 
-    def begin(self, draw: Callable[[Stop], Drawn], stop: Stop) -> None:
+    def begin(self, draw: Callable[[Stop], T], stop: Stop) -> None:
         """Starts a collection, which ends early if `stop` asks for it; the one before must have been taken."""
         assert self._drawing is None
         self._drawing = self._pool.submit(draw, Stop(lambda: self._ended.is_set() or stop.asked(), self._show))
@@ -42,7 +42,7 @@ class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[D
             stop.show(self._phase)
             wait([self._drawing], LOOK_EVERY_S)
 
-    def take(self, stop: Stop) -> Drawn | None:
+    def take(self, stop: Stop) -> T | None:
         """Waits for the collection and returns it, once, or None; raises its error, or Interrupted."""
         self.wait(stop)
         drawing, self._drawing = self._drawing, None

@@ -63,10 +63,10 @@ def choose(run: Run, state: RunState, stored: CollectedShard | None = None) -> S
     with selection.running(run.config.collection.selection):
         choice = selection.choose(run.selection, count, run.config.seed, iteration)
     allowed = choice.replacements[: run.strategy.extra_batches * count]
-    if state.sampler is None:
+    if state.sampler_weights is None:
         weights, version = run.policy(state), state.iteration
     else:
-        weights, version = state.sampler, state.iteration - 1
+        weights, version = state.sampler_weights, state.iteration - 1
     return Source(
         iteration=iteration, choice=dataclasses.replace(choice, replacements=allowed), weights=weights,
         policy_version=version, partial_rollouts=state.partial_rollouts, stored=stored,
@@ -102,7 +102,7 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     run.components.graders(run.verifiers).failure = ""
     stored, upcoming = source.stored or CollectedShard([]), source.choice.upcoming
     if stored.pools:
-        # As the selection has chosen them: it may tell the strategy what it knows in their labels.
+        # The prompts as the selection returned them: their labels may tell the strategy what the selection knows.
         chosen = {prompt.id: prompt for prompt in (*source.choice.prompts, *source.choice.replacements)}
         pools = [dataclasses.replace(pool, prompt=chosen[pool.prompt.id]) for pool in stored.pools]
         collected = dataclasses.replace(stored, pools=pools)
@@ -116,7 +116,7 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
         if run.journal is not None:
             job = dataclasses.replace(
                 job, broken_off=run.journal.begin(source.iteration),
-                keep=functools.partial(run.journal.keep, source.iteration),
+                store=functools.partial(run.journal.store_so_far, source.iteration),
             )  # fmt: skip
         pools, counts = _collect_fn(run, source, stop)(job)
         collected = CollectedShard(pools, upcoming.partial, dict(counts + collections.Counter(stored.counts)))
@@ -170,8 +170,8 @@ def draw_fn(
         def counts() -> dict[str, float | int]:
             return dataclasses.asdict(rollouts.counts)
 
-        def keep(so_far: RolloutsSoFar) -> None:
-            job.keep(lambda: CollectedShard([], so_far(), counts()))
+        def store(so_far: RolloutsSoFar) -> None:
+            job.store(lambda: CollectedShard([], so_far(), counts()))
 
         options = CollectOptions(
             replacements=job.replacements, estimate_fn=job.estimate_fn, seed=config.seed, iteration=iteration,
@@ -182,7 +182,7 @@ def draw_fn(
         try:
             pools = collect(
                 job.prompts, sample_fn, verify, job.strategy, options,
-                carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial, keep),
+                carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial, store),
                 turns=turns, on_progress=on_progress,
             )  # fmt: skip
         except Interrupted:
@@ -194,6 +194,7 @@ def draw_fn(
 
 
 def draw_metrics(run: Run, drawn: Drawn, groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the metrics of an iteration's prompts, responses, slots and times (docs/reference/metrics.md)."""
     assert run.rollouts is not None
     config, source, pools = run.config, drawn.source, [group.pool for group in groups]
     thresholds = collection_rules.goals(config.collection)

@@ -1,4 +1,4 @@
-"""A process that only draws: it obeys the orders of process 0 (training/drawing_hosts.py), until that ends the run.
+"""A process that only draws: it obeys the orders of process 0 until this ends the run (training/drawing_hosts.py).
 
 It has model, tokenizer, prompts, verifiers and engine, but no learner, no state of the run, and no files of its own.
 """
@@ -39,7 +39,7 @@ def follow(inputs: Inputs, rollouts: Rollouts) -> Outcome:
                 reply = _drawn(inputs, rollouts, weights, order)
                 for process in range(processes.count()):
                     processes.send(process, reply)
-            # An order to break off that comes after the end of the drawing asks for nothing.
+            # If an order to break off comes after the drawing has ended, there is nothing to do.
     processes.leave()
     return Outcome(Ending(order.exit_code), order.message)
 

@@ -85,7 +85,7 @@ class DrawingHosts:
         self._newest = weakref.ref(one)
 
     def shards(self, order: Order, stop: Stop) -> ShardsFn:
-        """Returns the function that has a job drawn from the newest weights; `order` says what for."""
+        """Returns a function that lets these processes draw a job from the newest weights, as `order` says."""
 
         def shards(job: Job, plan: Plan) -> list[bytes]:
             prompts = [(prompt.id, prompt.pass_rate, dict(prompt.labels)) for prompt in job.prompts]

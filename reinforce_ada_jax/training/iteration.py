@@ -88,13 +88,13 @@ def _report(run: Run, state: RunState, groups: Sequence[Group]) -> None:
         file = run.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"
         samples.write(file, groups[: run.config.logging.sampled_prompts], run.components.tokenizer.decode)
     _check_verdicts(run, state, groups)
-    wanted, num_kept = run.config.collection.prompts_per_iteration, sum(bool(group.kept.size) for group in groups)
-    if run.strategy.extra_batches and num_kept < wanted:
+    wanted, num_groups = run.config.collection.prompts_per_iteration, sum(bool(group.kept.size) for group in groups)
+    if run.strategy.extra_batches and num_groups < wanted:
         run.progress.say(
-            f"iteration {state.iteration + 1}: {num_kept} of {wanted} groups have a signal after {len(groups)} "
+            f"iteration {state.iteration + 1}: {num_groups} of {wanted} groups have a signal after {len(groups)} "
             "prompts, which are all that collection.max_extra_batches and the data allow; the update uses these."
         )
-    if not num_kept:
+    if not num_groups:
         run.progress.say(f"iteration {state.iteration + 1}: every group was dropped, so nothing is updated.")
 
 
@@ -152,7 +152,7 @@ def _begin_next(run: Run, after: RunState) -> RunState:
     if not run.config.draws_ahead:
         return after
     assert run.rollouts is not None
-    after = dataclasses.replace(after, sampler=run.rollouts.decode_weights(run.policy(after)))
+    after = dataclasses.replace(after, sampler_weights=run.rollouts.decode_weights(run.policy(after)))
     if after.iteration < run.config.iterations:
         source = dataclasses.replace(choose(run, after), reshard=run.rollouts.reshard)
         run.ahead.begin(functools.partial(draw, run, source), run.stop)

@@ -49,8 +49,8 @@ class Outcome:
 def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, compiles: bool) -> None:
     """Says where the results of a command are; ends the process with an exit code if the run didn't finish.
 
-    `compiles`: threads may be compiling. A preempted process does not wait for them, nor does one whose disk failed: it
-    took 28 s more.
+    `compiles`: threads may be compiling. A preempted process, or one whose disk failed, does not wait for them. That
+    took 28 s.
     """
     if outcome.ending is not Ending.FINISHED:
         is_lost = outcome.ending is Ending.PREEMPTED or outcome.state is None
@@ -251,7 +251,7 @@ def save(run: Run, state: RunState) -> None:
     if run.copy is not None:
         run.copy.upload()
     record = to_record(state) | dict(run.identity)
-    run.checkpoints.save(state.iteration, state.learner, record, state.evaluation, state.sampler)
+    run.checkpoints.save(state.iteration, state.learner, record, state.evaluation, state.sampler_weights)
 
 
 def _forget_saved(run: Run) -> None:

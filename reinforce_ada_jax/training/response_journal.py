@@ -1,10 +1,11 @@
 """Journal of graded responses of iterations that no checkpoint holds yet, for a resumed run.
 
 Drawing takes most of an iteration, and its result is small: 8 bytes a token. So each collection is written to a file
-when it is complete, and one that a request to end breaks off is written with the responses so far. For a kill those of
-a collection that goes on are written too, once a minute: other processes send theirs to process 0. The file names the
-weights by their fingerprints. A resumed run that reaches the iteration with these weights takes the responses from the
-file; they have the bits that drawing again would give. The file is removed once a checkpoint has the iteration.
+when it is complete, and one that a request to end breaks off is written with the responses so far. So that a kill costs
+little, the responses of a running collection are written as well, once a minute. The other processes send theirs to
+process 0. The file names the weights by their fingerprints. A resumed run that reaches the iteration with these weights
+takes the responses from the file; they have the bits that drawing again would give. The file is removed once a
+checkpoint has the iteration.
 """
 
 import hashlib
@@ -72,14 +73,14 @@ class ResponseJournal:
     def read(self, state: RunState, prompts: Iterable[Prompt]) -> CollectedShard | None:
         """Returns what is stored of the iteration after `state`, if it was drawn from the weights of `state`.
 
-        The record has the pools of all prompts if the collection was complete, otherwise the rollouts so far. What is
-        collected from now on is of these weights (`keep`).
+        The record has the pools of all prompts if the collection was complete, otherwise the rollouts so far. From
+        now on, collected responses belong to these weights (`store_so_far`).
         """
         iteration = state.iteration + 1
         self._before, self._next_at = (iteration, state.learner), self._clock() + self._period_s()
         self._sent.clear()
         if self._stores_collecting and processes.count() > 1:
-            self._fingerprints(state.learner)  # a program of all processes, which do not meet in `keep`
+            self._fingerprints(state.learner)  # a program of all processes, which do not meet in `store_so_far`
         if iteration not in self._found:
             return None
         self._found.discard(iteration)
@@ -116,10 +117,10 @@ class ResponseJournal:
         saved = CollectedShard([], _within(collected.partial, self._limit_bytes), collected.counts)
         return saved.num_responses if self.write(state, saved) else 0
 
-    def keep(self, iteration: int, so_far: Callable[[], CollectedShard]) -> None:
-        """Stores what is collected so far, if that is due: what a kill costs is then a minute of drawing.
+    def store_so_far(self, iteration: int, so_far: Callable[[], CollectedShard]) -> None:
+        """Stores the responses so far once a minute, so that a kill costs a minute of drawing.
 
-        Only where the responses of a broken collection are stored, and no process only draws.
+        It does nothing if broken collections are not stored, or if some processes only draw.
         """
         begin = self._clock()
         if begin < self._next_at or not self._stores_collecting:
@@ -174,7 +175,7 @@ class ResponseJournal:
         return json.dumps(record).encode()
 
     def _fingerprints(self, learner: LearnerState) -> list[int]:
-        """Returns those of the weights; every process must call it unless it did so for these weights before."""
+        """Returns the fingerprints of the weights. Every process must make the first call for given weights."""
         if self._known is None or self._known[0] is not learner:
             self._ready()
             self._known = learner, fingerprints.numbers(learner)

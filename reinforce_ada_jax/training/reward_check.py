@@ -30,7 +30,7 @@ _REMEDIES = {
     "code": "docs/how_to/code.md has the forms of tests, and what the system must allow.",
     "judge": "Check judge.url, judge.model, judge.template and the API key, or raise reward.time_limit_s.",
 }
-# Kinds of reward that read boxes alone, and the share of responses without one from which on that is worth a warning.
+# Kinds of reward that read boxes alone. A warning appears if at least this share of responses has no box.
 _READ_BOXES, MOSTLY = ("math", "reference", "reference_evaluation"), 0.9
 MAX_SHOWN = 60  # characters of an answer or a response in a message
 
@@ -70,7 +70,7 @@ def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prom
     an empty program replaces the answer. `name` is the reward's (None: `checked_name`); "" checks nothing.
 
     Raises ValueError if the functions can't be loaded, or one raises, takes too long, or returns no number; or if a
-    built-in reward, at most 1, is never above the threshold of a correct response, or always.
+    built-in reward, of 0 to 1, would never or always be above the threshold of a correct response.
     """
     name, lines = checked_name(config) if name is None else name, []
     threshold, own = config.reward.positive_threshold, config.environment.path or name not in ("", "reward.kind=code")

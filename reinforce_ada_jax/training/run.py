@@ -41,7 +41,7 @@ class TrainingStopped(Exception):
 
 
 def check_weights(result: UpdateMetrics, update: str) -> None:
-    """Raises TrainingStopped where the weights after an update are not finite; it took those before it."""
+    """Raises TrainingStopped if the weights after an update are not finite; those before it are gone."""
     if not result.weights_finite:
         raise TrainingStopped(
             f"{update}: the new weights are not finite, and are not saved. Lower learning.learning_rate or "

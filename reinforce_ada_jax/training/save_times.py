@@ -18,7 +18,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files.durable import finished_lines
 
 FILE = "saves.jsonl"
-# Minutes between checkpoints of a run without `checkpoint.minutes`, if one takes longer than a preempted machine stays.
+# Minutes between checkpoints if `checkpoint.minutes` is 0, and one takes longer than a preempted machine stays.
 MINUTES = 10.0
 NEWEST = 3  # saves that the estimate is made from: a bucket or a shared disk is not always as fast
 

@@ -23,7 +23,7 @@ from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt
 
 Counts = collections.Counter[str]
-KeepFn = Callable[[Callable[[], CollectedShard]], None]
+StoreFn = Callable[[Callable[[], CollectedShard]], None]
 
 # First byte of a process's message: its shard is complete, or was broken off.
 _COMPLETE, _BROKEN_OFF = b"c", b"b"
@@ -42,7 +42,7 @@ class Job:
     # Filled if the collection ends early, also with the counts of its sampler.
     broken_off: CollectedShard = dataclasses.field(default_factory=lambda: CollectedShard([]))
     # Called with a function that returns what `broken_off` would get, whenever it may be stored.
-    keep: KeepFn = lambda _: None
+    store: StoreFn = lambda _: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,8 @@ def collect_shards(job: Job, shards: ShardsFn) -> tuple[list[Pool], Counts]:
     while dropped and replacements:
         prompts = [replacements.popleft() for _ in range(min(dropped, len(replacements)))]
         before = CollectedShard(pools, job.prefetch.partial, dict(counts))
-        keep = functools.partial(_keep_with, before, job.keep) if processes.index() == 0 else job.keep
-        more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()), keep=keep)
+        store = functools.partial(_store_with, before, job.store) if processes.index() == 0 else job.store
+        more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()), store=store)
         try:
             found, counted = _collect_shards(more, shards, dataclasses.replace(plan, draws={}))
         except Interrupted:
@@ -106,15 +106,15 @@ def collect_shards(job: Job, shards: ShardsFn) -> tuple[list[Pool], Counts]:
     return pools, counts
 
 
-def _keep_with(before: CollectedShard, keep: KeepFn, so_far: Callable[[], CollectedShard]) -> None:
-    """Calls `keep` with what is collected so far and what was `before`."""
+def _store_with(before: CollectedShard, store: StoreFn, so_far: Callable[[], CollectedShard]) -> None:
+    """Calls `store` with what is collected so far and what was `before`."""
 
     def both() -> CollectedShard:
         collected = so_far()
         collected.add_rollouts(before)
         return collected
 
-    keep(both)
+    store(both)
 
 
 def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: Callable[..., list[Pool]]) -> list[Pool]:

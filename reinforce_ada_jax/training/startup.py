@@ -143,7 +143,7 @@ def start(
     if estimator is not None and state.estimator is not None:
         estimator.load_json(state.estimator)
 
-    # 6. The programs of the updates, for these arrays. Nothing hides the time to compile those of supervised training.
+    # 6. The programs of the updates, for these arrays. In supervised training nothing else would run meanwhile.
     shapes = abstract(state.learner)
     checksum = {"checksum of a checkpoint": lambda: fingerprints.of_arrays.lower(shapes)}
     fingerprint = compilation.add(checksum if draws else {})

@@ -36,7 +36,7 @@ class RunState:
     estimator: Mapping[str, Any] | None = None  # state of the estimator of pass rates, as JSON; None without one
     pending: Mapping[str, float] | None = None  # metrics not written yet: an evaluation is missing
     evaluation: float | None = None  # mean avg@k of these weights over the benchmarks; None if they were not evaluated
-    sampler: Params | None = None  # older weights, to draw the next iteration from; None: the current ones
+    sampler_weights: Params | None = None  # older weights, to draw the next iteration from; None: the current ones
     averages: Averages = dataclasses.field(default_factory=Averages)  # decayed averages over the iterations so far
 
     @property
@@ -47,7 +47,7 @@ class RunState:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays, in all processes together."""
-        return num_bytes((self.learner, self.sampler))
+        return num_bytes((self.learner, self.sampler_weights))
 
 
 # Fields that are JSON already.
@@ -64,7 +64,7 @@ def to_record(state: RunState) -> dict[str, Any]:
 def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Params | None = None) -> RunState:
     """Returns the state that a checkpoint's arrays and record describe."""
     return RunState(
-        learner, **{name: record[name] for name in (*_PLAIN, "iteration", "evaluation")}, sampler=sampler,
+        learner, **{name: record[name] for name in (*_PLAIN, "iteration", "evaluation")}, sampler_weights=sampler,
         partial_rollouts=partial_from_text(record["partial_rollouts"]),
         averages=Averages({name: (total, count) for name, (total, count) in record["averages"].items()}),
     )  # fmt: skip

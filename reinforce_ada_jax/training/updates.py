@@ -43,8 +43,8 @@ class Minibatch:
 def expected_rounds(config: Config, strategy: Strategy, averages: Averages) -> float:
     """Returns the expected rounds of a prompt: their mean so far, or in the first iteration the most that are allowed.
 
-    So the first gradients are too small, not too large: Adam's second moment would remember large ones. Where nothing
-    limits the draws, or first rounds have no size of their own, it is 1 there.
+    So the first gradients are too small, not too large: Adam's second moment would remember large ones. If nothing
+    limits the draws, or if first rounds have no fixed size, the first iteration takes 1.
     """
     size, most = collection_rules.first_round(config.collection), strategy.max_draws
     return averages.mean("rounds", 1.0 if size is None or most is None else most / size)
@@ -101,11 +101,16 @@ def batch_rows(config: Config, strategy: Strategy, micro_rows: int, rows: int = 
 
 
 def _batch(
-    config: Config, strategy: Strategy, learner: Learner, kept: Sequence[Example], rows: int, micro_rows: int | None
+    config: Config,
+    strategy: Strategy,
+    learner: Learner,
+    sequences: Sequence[Example],
+    rows: int,
+    micro_rows: int | None,
 ) -> Batch:
     """Returns a batch of responses in the shapes of a run; with `micro_rows` some may be left out (`make_batch`)."""
     return make_batch(
-        kept,
+        sequences,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
         num_rows=rows,
@@ -151,8 +156,8 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
     contribute nothing to the gradient. They contribute through an entropy or KL term, and through a user's loss that
     has terms without the advantage. Those left out still count in the denominators of the gradient.
 
-    Before each program of the scoring, all processes agree that the run goes on. The scores of the minibatch before are
-    complete then, because a checkpoint would have to wait for queued programs.
+    Before each program of the scoring, all processes agree that the run goes on. They first wait for the scores before,
+    because a checkpoint would have to wait for queued programs.
     """
     config = run.config
     count = config.collection.prompts_per_iteration // config.learning.prompts_per_update
@@ -163,10 +168,10 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
         if not dealt:
             continue
         factor = coefficient_factor(config, dealt, rounds)
-        kept = [example for group in dealt for example in examples(group, factor)]
-        rows = batch_rows(config, run.strategy, run.learner.micro_rows, len(kept))
+        sequences = [example for group in dealt for example in examples(group, factor)]
+        rows = batch_rows(config, run.strategy, run.learner.micro_rows, len(sequences))
         micro_rows = None if config.regularized or run.learner.loss_needs_all else run.learner.micro_rows
-        batch = _batch(config, run.strategy, run.learner, kept, rows, micro_rows)
+        batch = _batch(config, run.strategy, run.learner, sequences, rows, micro_rows)
         if minibatches:
             before = minibatches[-1].batch
             jax.block_until_ready((before.old_logprobs, before.reference_logprobs))
@@ -223,8 +228,8 @@ def check_logprobs(
     `make_updates` compares instead.
 
     Returns:
-      The minibatches, with `finite` set, and the metrics. There are none if all finite responses were prefetched; they
-      are 0 if no minibatch is finite. Raises TrainingStopped if they disagree by more than rounding.
+      The minibatches, with `finite` set, and the metrics. There are no metrics if all finite responses were
+      prefetched; they are 0 if no minibatch is finite. Raises TrainingStopped if they disagree by more than rounding.
     """
     if scores_in_update(run.config):
         return list(minibatches), {}

@@ -13,7 +13,7 @@ import pytest
 
 from reinforce_ada_jax.config import values
 from reinforce_ada_jax.learning.loss import (
-    Counts,
+    Denominators,
     SampledTokens,
     aggregate,
     clipped_policy_loss,
@@ -421,8 +421,8 @@ def test_the_pieces_keep_garbage_out_by_themselves(garbage):
     for term in policy_terms(config, logprobs, SampledTokens(**dirty, mask=mask)):
         assert np.isfinite(term).all() and not np.asarray(term)[~mask].any()
     # As an entropy comes from the policy: nan where there is no token.
-    expected = aggregate(batch["logprobs"], mask, "token-mean", Counts(4.0, 2.0))
-    assert aggregate(logprobs, mask, "token-mean", Counts(4.0, 2.0)) == expected
+    expected = aggregate(batch["logprobs"], mask, "token-mean", Denominators(4.0, 2.0))
+    assert aggregate(logprobs, mask, "token-mean", Denominators(4.0, 2.0)) == expected
 
 
 def test_only_the_current_logprobs_are_differentiated():

@@ -25,7 +25,8 @@ from reinforce_ada_jax.types import Verdict
 
 HOSTILE = sorted((pathlib.Path(__file__).parent / "hostile_programs").glob("*.txt"))
 SECRET = "a secret of the parent"
-LIMITS = {"processor_s": 1, "wall_s": 2.5, "memory_bytes": 2**27, "files_bytes": 2**24, "processes": 16}
+# Programs that end by themselves do so in less, also on a machine that is ten times slower.
+LIMITS = {"processor_s": 1, "wall_s": 25.0, "memory_bytes": 2**27, "files_bytes": 2**24, "processes": 16}
 STDOUT = {"input_output": {"inputs": ["7\n"], "outputs": ["49\n"]}}
 ASSERT = {"test_list": ["assert square(7) == 49"]}
 RIGHT = Verdict(True, 1.0)
@@ -40,13 +41,19 @@ SQUARE = (fenced("print(int(input()) ** 2)"), "", STDOUT)
 
 
 def settings(**changes):
-    return {"time_limit_s": 20.0, "max_tests": 0, "limits": LIMITS} | changes
+    return {"time_limit_s": 100.0, "max_tests": 0, "limits": LIMITS} | changes
+
+
+def grading(**changes):
+    given = settings(**changes)
+    grader = Made("reinforce_ada_jax.rewards.code:grader", given)
+    return VerifierPool(grader, workers=2, time_limit_s=given["time_limit_s"])
 
 
 @pytest.fixture(scope="module")
 def pool():
     os.environ["HOSTILE_TEST_KEY"] = SECRET
-    with VerifierPool(Made("reinforce_ada_jax.rewards.code:grader", settings()), workers=2, time_limit_s=20.0) as pool:
+    with grading() as pool:
         yield pool
     del os.environ["HOSTILE_TEST_KEY"]
 
@@ -121,8 +128,9 @@ def test_hostile_programs_reach_and_leave_nothing(pool, world, files, least):
 
 
 @pytest.mark.slow
-def test_hostile_programs_that_never_end(pool, world):
-    assert of_hostile(pool, world, lambda reward, reason: reason == "time_limit") >= 12
+def test_hostile_programs_that_never_end(world):
+    with grading(time_limit_s=20.0, limits=LIMITS | {"wall_s": 2.5}) as hasty:
+        assert of_hostile(hasty, world, lambda reward, reason: reason == "time_limit") >= 12
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,12 @@ def test_a_collection_that_is_broken_off_keeps_the_tokens_of_what_runs(how):
         if next(windows) == 9 and how != "killed":  # in the middle of the second six responses
             raise Interrupted
 
-    def keep(so_far):
+    def store(so_far):
         if next(windows) < 18:  # two numbers a window
             stored.clear()
             stored.update(so_far())
 
-    carried = CarriedRollouts(keep=keep) if how == "killed" else CarriedRollouts()
+    carried = CarriedRollouts(store=store) if how == "killed" else CarriedRollouts()
     with contextlib.nullcontext() if how == "killed" else pytest.raises(Interrupted):
         collect(THEN, sample_fn, tiny.verdicts, STRATEGY, carried=carried, on_progress=stop)
     partial = partial_from_text(partial_to_text(carried.broken_off or stored))

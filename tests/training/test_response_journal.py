@@ -84,7 +84,7 @@ def test_a_collection_that_was_broken_off_is_kept_where_other_slots_give_the_sam
 
 def test_a_collection_that_goes_on_is_stored_once_a_minute(tmp_path):
     """For a kill; where writing takes long, less often: at most 2 % of the time."""
-    # The clock is asked once by `read`, and by `keep` when it begins and, if that is due, after it has written.
+    # The clock is asked once by `read`, and by `store_so_far` when it begins and, if that is due, after it has written.
     times = iter([0, 59, 60, 61, 119, 121, 131, 600, 631, 632])
     kept = opened(tmp_path, clock=lambda: float(next(times)))
     assert kept.read(state(6), PROMPTS) is None  # at 0 s
@@ -95,7 +95,7 @@ def test_a_collection_that_goes_on_is_stored_once_a_minute(tmp_path):
         return CollectedShard([], {"a": PARTIAL["a"]}, {"tokens": len(asked)})
 
     for expected in ([], [1], [1], [1, 2], [1, 2], [1, 2, 3]):
-        kept.keep(7, so_far)
+        kept.store_so_far(7, so_far)
         assert asked == expected
     found = opened(tmp_path).read(state(6), PROMPTS)
     assert found.counts == {"tokens": 3} and found.partial["a"].responses[1].tokens.tolist() == [1, 1, 1]
@@ -114,13 +114,13 @@ def test_process_0_stores_what_all_processes_have_so_far(tmp_path, monkeypatch, 
     journals = [opened(tmp_path, clock=lambda: here.seconds) for _ in range(2)]
     for journal in journals:
         journal.read(state(6), PROMPTS)
-    standins.not_called(monkeypatch, fingerprints, "numbers")  # the processes do not meet in `keep`
+    standins.not_called(monkeypatch, fingerprints, "numbers")  # the processes do not meet in `store_so_far`
 
     stored, file = [], tmp_path / FOLDER / "000007.responses"
     for here.seconds, drawn in ((29.0, ("a", "b")), (31.0, ("", "b")), (59.0, ("a", "bc")), (62.0, ("a", "bc"))):
         for here.index in (1, 0):
             partial, counts = {name: PARTIAL[name] for name in drawn[here.index]}, {"tokens": 1 + here.index}
-            journals[here.index].keep(7, functools.partial(CollectedShard, [], partial, counts))
+            journals[here.index].store_so_far(7, functools.partial(CollectedShard, [], partial, counts))
         content = file.read_bytes().partition(b"\n")[2] if file.exists() else b""
         stored.append("".join(sorted(from_bytes(content, PROMPTS).partial)) if content else "")
     monkeypatch.undo()
@@ -134,7 +134,7 @@ def test_process_0_stores_what_all_processes_have_so_far(tmp_path, monkeypatch, 
 def test_a_collection_that_goes_on_is_not_stored(tmp_path, why):
     kept = opened(tmp_path, broken_off=why == "drawn ahead", clock=iter([0.0, 100.0, 100.0]).__next__)
     kept.read(state(6), PROMPTS)
-    kept.keep(8 if why == "drawn ahead" else 7, lambda: COMPLETE)
+    kept.store_so_far(8 if why == "drawn ahead" else 7, lambda: COMPLETE)
     assert not (tmp_path / FOLDER).exists()
 
 

@@ -191,13 +191,13 @@ def test_what_is_stored_while_prompts_are_replaced_has_the_prompts_before(in_pro
 
     def program(index):
         def draw(job):
-            job.keep(lambda: CollectedShard([], {}, {"tokens": 1}))
+            job.store(lambda: CollectedShard([], {}, {"tokens": 1}))
             return collect(job.prompts, sample, verify, job.strategy), collections.Counter(tokens=10)
 
         strategy = strategies.build(section("dapo"))
         job = sharded_collection.Job(
             make_prompts(f"p{row}" for row in range(13)), strategy, make_prompts(f"p{row}" for row in range(13, 40)),
-            keep=lambda so_far: stored[index].append(so_far()),
+            store=lambda so_far: stored[index].append(so_far()),
         )  # fmt: skip
         return sharded_collection.collect_everywhere(job, draw)
 

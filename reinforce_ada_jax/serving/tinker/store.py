@@ -21,7 +21,7 @@ FILE = "service.sqlite"
 FULL_DISK = "The disk of --workdir is full: free some space."
 MOST_SEQ = 2**63 - 1  # an integer of SQLite
 # A result that the client has fetched may be asked for again, if the answer was lost on its way.
-KEPT_AFTER_FETCH_S = 600.0
+FORGOTTEN_AFTER_S = 600.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, ended TEXT);
 CREATE TABLE IF NOT EXISTS models (
@@ -254,7 +254,7 @@ class Store:
             "UPDATE requests SET body = NULL WHERE model = ? AND seq <= ? AND content_type IS NOT NULL",
             model, state_seq,
         )  # fmt: skip
-        self._run("UPDATE requests SET result = NULL WHERE fetched < ?", time.time() - KEPT_AFTER_FETCH_S)
+        self._run("UPDATE requests SET result = NULL WHERE fetched < ?", time.time() - FORGOTTEN_AFTER_S)
 
     def result(self, request_id: str) -> tuple[bool, Result | None]:
         """Returns (the request is known and its result not removed, its result or None while it waits)."""

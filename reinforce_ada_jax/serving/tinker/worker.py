@@ -40,7 +40,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 # Kinds of requests whose effect is in memory only.
 REPLAYED = "forward_backward"
 # Weights of unnamed sampling clients, for each model; older ones are removed.
-UNNAMED_KEPT = 64
+MOST_UNNAMED = 64
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # of a checkpoint: one part of a path
 MOST_TTL_S = 10 * 365 * 86_400
 HOUSEKEEPING_S = 5.0
@@ -356,7 +356,7 @@ class Worker(DeviceThread):
         if asked.path is not None:
             return self._save(request, "sampler_weights", asked.path, asked.ttl_seconds, asked.user_metadata)
         old = [each for each in self.store.checkpoints() if each.model == request.model and each.sampler is not None]
-        for checkpoint in old[: -UNNAMED_KEPT + 1]:
+        for checkpoint in old[: -MOST_UNNAMED + 1]:
             self.service.remove_checkpoint(checkpoint.path)
         sampler = f"{request.model.split(':')[0]}:sample:{asked.sampling_session_seq_id}"
         return self._save(request, "sampler_weights", f"sampler-{request.seq}", None, sampler=sampler)
