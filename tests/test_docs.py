@@ -1,6 +1,7 @@
 """The documents say what is so: commands and examples run, tables hold the defaults, links lead somewhere."""
 
 import ast
+import contextlib
 import dataclasses
 import fnmatch
 import itertools
@@ -16,20 +17,22 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from bench import selection_studies
+from bench import predictions, selection_studies
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.analysis.inputs import strategy_settings
 from reinforce_ada_jax.collection import selection, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.simulate import run_strategy
-from reinforce_ada_jax.config import CollectionConfig, aliases
+from reinforce_ada_jax.config import CollectionConfig, aliases, collection_rules
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import scores
 from reinforce_ada_jax.evaluation.response_store import GradedResponse
 from reinforce_ada_jax.learning import token_losses
+from reinforce_ada_jax.learning.learner import loss_config
 from reinforce_ada_jax.learning.update import UpdateMetrics
 from reinforce_ada_jax.types import FAILURES, Pool, Prompt, Verdict
+from tests import running
 from tests.launch.cloud import Cloud, check, git, make_checkout
 from tests.running import ROOT, environment
 from tests.test_layers import LAYERS
@@ -105,6 +108,40 @@ def test_the_table_of_settings_has_the_defaults():
     for key in loop:
         del collection[key]
     assert documented == collection
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("keep", {"keep": "pool"}),
+        ("unmet", {"unmet": "drop"}),
+        ("objective_k", {"objective": "pass_at_k"}),
+        ("correction", {"correction": "stratified"}),
+    ],
+)
+def test_a_strategy_that_a_setting_does_not_name_refuses_it(key, changes):
+    (named,) = (cell for name, _, cell, _ in table_below("strategies.md", "## Settings") if name == f"`{key}`")
+    names, without = set(re.findall(r"`(\w+)`", named)), named.startswith("all but")
+    accepted = set()
+    for strategy in strategies.BUILT_IN:
+        with contextlib.suppress(ValueError):
+            collection_rules.check_collection(dataclasses.replace(CollectionConfig(), strategy=strategy, **changes))
+            accepted.add(strategy)
+    assert names and accepted == (set(strategies.BUILT_IN) - names if without else names)
+
+
+@pytest.mark.parametrize(
+    ("phrase", "changes"),
+    [
+        ("with overlap", {"collection.overlap": "finish"}),
+        ("with `mesh.sampler` and staleness", {"mesh.sampler": 1}),
+        ("in int8", {"sampling.kv_dtype": "int8"}),
+    ],
+)
+def test_the_cap_of_importance_weights_is_set_by_what_the_table_says(phrase, changes):
+    (row,) = (row for row in table_below("algorithms.md", "## The loss") if row[0] == "truncated importance weight")
+    assert loss_config(running.tiny()).truncated_is_cap is None and row[3].startswith("none; 2 ")
+    assert loss_config(running.tiny(**changes)).truncated_is_cap == 2.0 and phrase in row[3]
 
 
 def test_the_table_of_fields_is_the_dataclass():
@@ -246,10 +283,17 @@ def test_the_table_of_what_unequal_probabilities_save():
     rates, counts = np.array(printed, float).T
     assert counts.sum() == 1024
     tutorial = np.clip(rates, 1e-3, 1 - 1e-3), counts / counts.sum()
-    for entry, shown_rates, *shown in table_below("concepts/selection.md", "## What it saves on paper"):
+    text = (DOCS / "concepts" / "selection.md").read_text()
+    histogram = [int(number) for number in text.split("16 of 16 draws:")[1].split(".")[0].split(",")]
+    assert sum(histogram) == 1024 and len(histogram) == 17
+    fitted, words = np.unique(predictions.fitted_rates(np.array(histogram)), return_counts=True)
+    built_in = np.clip(fitted, 1e-3, 1 - 1e-3), words / words.sum()
+    rows = table_below("concepts/selection.md", "## What it saves on paper")
+    assert len(rows) == 5
+    for entry, *shown in rows:
         section = strategy_settings(entry.strip("`"), CollectionConfig())
-        beta = [float(number) for number in re.findall(r"[\d.]+", shown_rates)]
-        found = selection_studies.savings(section, *(selection_studies.population(*beta) if beta else tutorial))
+        populations = selection_studies.population(0.6, 1.2), tutorial, built_in
+        found = [number for each in populations for number in selection_studies.savings(section, *each)]
         assert [float(cell) for cell in shown] == pytest.approx(found, abs=0.5e-2 + 1e-9)
 
 

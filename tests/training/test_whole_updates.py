@@ -156,16 +156,36 @@ def test_a_limit_of_covered_draws_changes_no_expectation(monkeypatch, covered):
     assert error_of(config) < 1e-9
 
 
-@pytest.mark.parametrize("divided", [True, False])
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_the_expected_update_of_a_sample_is_the_mean_over_the_data(objective, divided):
+def samples():
+    """Shapes, objectives and control variates; of the fast ones each shape has each objective once."""
+    shapes = [name for name in SHAPES if name != "one round"]
+    for (row, shape), (column, objective), (number, variate) in itertools.product(
+        enumerate(shapes), enumerate(OBJECTIVES), enumerate(("none", "noise"))
+    ):
+        is_slow = number != (row + column) % 2
+        names, marks = (shape, objective, variate), [pytest.mark.slow] * is_slow
+        yield pytest.param(SHAPES[shape], OBJECTIVES[objective], variate, True, id="-".join(names), marks=marks)
+    yield pytest.param(SINGLE, OBJECTIVES["log"], "noise", False, id="not divided")
+
+
+@pytest.mark.parametrize(("shape", "objective", "control_variate", "divided"), [*samples()])
+def test_the_expected_update_of_a_sample_is_the_mean_over_the_data(shape, objective, control_variate, divided):
     # One of two prompts is drawn, with probabilities that follow from pools before.
-    sizes = {"collection.prompts_per_iteration": 1, "learning.prompts_per_update": 1}
-    config = make_config(PAIRS, objective, **sizes)
+    changes = {"prompts_per_iteration": 1, "control_variate": control_variate}
+    config = make_config(
+        shape, objective, **{f"collection.{name}": value for name, value in changes.items()},
+        **{"learning.prompts_per_update": 1},
+    )  # fmt: skip
     strategy = strategies.build(config.collection)
     every = [pools_of(strategy, name, policy) for name, policy in zip("ab", POLICIES, strict=True)]
+    before = pools_of(strategies.build(make_config(PAIRS, objective).collection), "a", POLICIES[0])
     unsolved, solved = (
-        next(pool for _, pool, _ in found if pool.correct.mean() == rate) for rate, found in enumerate(every)
+        next(
+            dataclasses.replace(pool, prompt=every[rate][0][1].prompt)
+            for _, pool, _ in before
+            if pool.correct.mean() == rate
+        )
+        for rate in (0, 1)
     )
     selection = Proportional([unsolved.prompt, solved.prompt])
     for _ in range(2):
