@@ -83,7 +83,7 @@ def test_grpo(n):
     assert np.isnan(found.signal[[0, -1]]).all() and not np.isfinite(found.variance[[0, -1]]).any()
 
 
-def test_the_group_of_eight_that_is_all_wrong():
+def test_43_of_100_groups_of_eight_have_no_signal_at_a_pass_rate_of_a_tenth():
     # 0.9^8 = 0.43046721, and 10^-8 for eight correct ones; the paper prints 19 %.
     found = expectations(config("grpo", group_size=8), [0.1])
     assert found.zero_signal[0] == pytest.approx(0.43046722, abs=1e-12)
@@ -241,7 +241,7 @@ def test_the_control_variate_by_noise_has_no_more_noise_than_fixed_groups(noise)
     assert (none > best)[rates > 0.8].all() == (noise.success > 0)
 
 
-def test_the_control_variate_of_a_known_pass_rate():
+def test_the_control_variate_of_a_known_pass_rate_comes_near_the_least_noise():
     # With single draws without end the noise times draws is p s (1 - b) at the best b. Easy prompts have few failures,
     # so an estimate that falls with each of them is nearly that.
     rates, noise = np.array([0.8, 0.95]), ScoreNoise(1.0, 1.0, 0.5)
@@ -495,7 +495,7 @@ def test_a_users_strategy_by_counts():
         ((4, -1), 8, "asks for -1 more"),
     ],
 )
-def test_a_strategy_that_breaks_its_bounds(sizes, most, parts):
+def test_no_outcomes_are_enumerated_of_a_strategy_that_breaks_its_bounds(sizes, most, parts):
     broken = dataclasses.replace(strategies.fixed(4), next_draws=lambda record: sizes[record.rounds], max_draws=most)
     with pytest.raises(ValueError, match=parts):
         enumeration.outcomes(broken, np.array([0.5]))

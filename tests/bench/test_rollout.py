@@ -174,7 +174,7 @@ def test_against_a_baseline(model, workload, fake, capsys):
     assert "in units of rounding, and those of fake differ by" in capsys.readouterr().err
 
 
-def test_a_baseline_that_cannot_start(model, workload, fake, capsys):
+def test_a_baseline_that_cannot_start_is_named(model, workload, fake, capsys):
     flag = ("rollout", f"--model={model[0]}", f"--workload={workload}", "--against=fake")
     with pytest.raises(SystemExit):
         run(*flag, "--against_python=/nowhere/python")
@@ -206,7 +206,7 @@ def test_a_shaped_model_is_made_once(tmp_path, workload, capsys):
     assert "HIDDEN a multiple of 16" in capsys.readouterr().err
 
 
-def test_a_synthetic_workload_and_the_bandwidth(tmp_path):
+def test_a_synthetic_workload_reports_the_bandwidth_that_it_needs(tmp_path):
     huggingface.save(tmp_path / "model", ARCHITECTURE, transformer.init(ARCHITECTURE, jax.random.key(0)))
     (tmp_path / "model" / "model.safetensors").unlink()  # a config.json alone will do
     result = run(
@@ -220,7 +220,7 @@ def test_a_synthetic_workload_and_the_bandwidth(tmp_path):
     assert result["bandwidth_fraction"] == pytest.approx(needed / result["seconds"][0] / result["copy_bytes_per_s"])
 
 
-def test_a_plan_from_a_distribution():
+def test_a_plan_follows_from_a_distribution_of_lengths():
     # 64 prompts of 50 tokens, the last of which is not prefilled, in chunks of 128.
     flag = ("rollout", "--simulate", "--model=Qwen2.5-1.5B", "--requests=64", "--prompt_tokens=50", "--samples=4")
     result = run(*flag, "--lengths=100,0.5,16,400", "--slots=64", "--cost=decode_step=0,prefill=1")

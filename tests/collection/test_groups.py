@@ -61,7 +61,7 @@ def test_as_even_as_the_pool_allows(correct, data):
         assert kept_of_side.tolist() == of_side[: len(kept_of_side)].tolist()
 
 
-def test_deal_by_hand():
+def test_deal_goes_back_and_forth_from_the_largest_group():
     # Largest first, back and forth over three minibatches: 9 8 7 | 6 5 4 | 3; the empty one at index 2 is left out.
     sizes = [4, 9, 0, 7, 3, 8, 5, 6]
     assert deal(sizes, 3) == [[0, 1, 4], [5, 6], [3, 7]]

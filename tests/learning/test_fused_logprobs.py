@@ -190,7 +190,7 @@ def test_large_and_equal_logits_stay_finite():
     assert np.isfinite(jax.jit(jax.jacrev(both))(head)).all()
 
 
-def test_a_float32_head_beside_bfloat16_states():
+def test_a_float32_head_beside_bfloat16_states_keeps_its_dtype():
     hidden, head, arrays = make_case(2, 5, 16, 96)
     hidden = hidden.astype(jnp.bfloat16)
 
@@ -241,7 +241,7 @@ def test_in_bfloat16():
     [(jnp.float32, 1e-5), pytest.param(jnp.bfloat16, 2e-2, marks=pytest.mark.slow)],
     ids=["float32", "bfloat16"],
 )
-def test_the_whole_vocabulary_of_a_published_model(dtype, tolerance):
+def test_the_whole_vocabulary_of_a_published_model_has_the_plain_gradients(dtype, tolerance):
     case = make_case(3, 4, 8, 151_936, dtype=dtype)
     ours = with_gradients(fused_loss, *case, tied=True, tile=(8, 50_000))
     assert_near(ours, with_gradients(plain_loss, *case, tied=True), tolerance)

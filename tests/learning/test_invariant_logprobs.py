@@ -83,7 +83,7 @@ def test_sampler_and_learner():
 
 @pytest.mark.slow  # test_learner.py has updates whose record decides; test_routes.py has the engine's records
 def test_experts_are_replayed():
-    """Those of responses that older weights have drawn are not the experts that these weights would choose."""
+    """Responses that older weights have drawn have other experts than these weights would choose."""
     architecture, params, _ = recording.golden("qwen3_moe")
     rows = batch(drawn("qwen3_moe", records_experts=True).values(), 4, architecture)
     fresh = np.asarray(scored(architecture, params, rows, 1.0))
@@ -120,8 +120,7 @@ def test_the_logprobs_are_those_of_the_plain_forward_pass():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("changes", [{}, ONE_SLOT, EIGHT_SLOTS])
-def test_families(family, changes):
-    """So they have in other families, and in engines of other sizes."""
+def test_other_families_and_sizes_have_equal_bits_in_sampler_and_learner(family, changes):
     assert_same_bits(family, 0.7, 4, **changes)
 
 

@@ -94,7 +94,7 @@ def test_a_frozen_head_has_no_gradient(backend, tile, axes):
     [(jnp.float32, 1e-5), pytest.param(jnp.bfloat16, 2e-2, marks=pytest.mark.slow)],
     ids=["float32", "bfloat16"],
 )
-def test_the_whole_vocabulary_of_a_published_model(dtype, tolerance):
+def test_the_whole_vocabulary_of_a_published_model_has_the_plain_gradients(dtype, tolerance):
     hidden, head, *rest = make_case(9, 8, 151_936, dtype=dtype)
     ours = both(hidden, head, *rest, config=settings(tied=True, backend="pallas_tpu", tile=(8, 16_384)))
     outputs, gradients = both(
@@ -106,7 +106,7 @@ def test_the_whole_vocabulary_of_a_published_model(dtype, tolerance):
     assert_near(ours, (outputs, jax.tree.map(lambda x: x.astype(dtype), gradients)), tolerance)
 
 
-def test_a_float32_head_beside_bfloat16_states():
+def test_a_float32_head_beside_bfloat16_states_keeps_its_dtype():
     hidden, head, *rest = make_case(19, 24, 300)
     case = hidden.astype(jnp.bfloat16), head, *rest
     outputs, (d_hidden, d_head) = both(*case, config=settings(tied=True, backend="pallas_tpu", tile=(16, 128)))

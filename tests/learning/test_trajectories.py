@@ -31,7 +31,7 @@ def trajectory(draw=0):
 
 
 @pytest.mark.parametrize("segments", [(6, 0), (2, 3), (2, 3, 2), (2, 1, 1)])
-def test_segments_that_are_no_trajectory(segments):
+def test_segments_that_are_no_trajectory_are_refused(segments):
     with pytest.raises(ValueError, match="a response of 6 tokens has the segments"):
         dataclasses.replace(trajectory(), segments=segments)
 

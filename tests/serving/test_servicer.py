@@ -154,7 +154,7 @@ def test_a_client_that_sends_tokens_gets_tokens():
     assert [(sample.text, list(sample.token_ids)) for sample in call.responses] == [("", [7]), ("", [8])]
 
 
-def test_a_response_of_nothing_but_the_stop_token():
+def test_a_response_of_nothing_but_the_stop_token_ends_without_a_message():
     call = answer_to(text_request(), [])
     assert call.responses == [] and call.trailing == (("finish", "stop"),)
 
@@ -208,7 +208,7 @@ def test_more_than_may_wait_are_refused_and_a_turn_comes_to_those_that_do():
     finish(run())
 
 
-def test_none_may_wait():
+def test_without_places_to_wait_a_further_request_is_refused():
     async def run():
         servicer, _ = make(waiting=0)
         tasks = await begin(servicer, SLOTS + PREFILLED)
