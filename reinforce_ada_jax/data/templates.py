@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-from jinja2 import exceptions, ext, nodes, sandbox, utils, visitor
+from jinja2 import exceptions, ext, meta, nodes, sandbox, utils, visitor
 
 from reinforce_ada_jax.config import INSTRUCTION, SYSTEM, Config
 from reinforce_ada_jax.files import model_files
@@ -61,13 +61,13 @@ def _offer_tools(
 
     Then the system message ends with their descriptions, and a tool's result is a message of the user.
     """
-    if not tools or "tools" in template:
+    if not tools or takes_tools(template):
         return list(messages), list(tools) or None
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     call = '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
     text = f"To call a function, answer {call}. The functions are:\n{lines}"
     rest = [
-        {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+        {"role": "user", "content": f"<tool_response>{message.get('content', '')}</tool_response>"}
         if message["role"] == "tool"
         else message
         for message in messages
@@ -230,6 +230,8 @@ def _formatted(value, *arguments, **named):
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     """Returns JSON without the escapes for HTML of Jinja's filter."""
+    # A number is a value here, as the default of a tool's argument is, and no width: it may be large.
+    _bounded([None if isinstance(value, int) else value, indent, separators], {})
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -245,12 +247,23 @@ def _compile(template: str, date: datetime.date) -> tuple[_Environment, jinja2.T
         name: _with_bounds(environment.filters[name])
         for name in ("batch", "center", "indent", "join", "replace", "slice")
     }
-    environment.filters |= {"tojson": _with_bounds(_to_json), "format": _formatted}
+    environment.filters |= {"tojson": _to_json, "format": _formatted}
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = date.strftime
     environment.globals["namespace"] = _Namespace
     del environment.globals["lipsum"]  # any number of paragraphs, and no template needs one
     return environment, environment.from_string(template)
+
+
+@functools.lru_cache(maxsize=8)
+def takes_tools(template: str) -> bool:
+    """Returns True if the template reads the variable `tools`.
+
+    The word alone says less: Phi-4-mini's reads a field `tools` of a message. Raises jinja2.TemplateError where the
+    template is invalid.
+    """
+    environment, _ = _compile(template, DATE)
+    return "tools" in meta.find_undeclared_variables(environment.parse(template))
 
 
 def render_chat(
@@ -266,8 +279,10 @@ def render_chat(
     does not know are described in the system message. Raises jinja2.TemplateError where the template refuses the
     messages, is invalid, fails, or exceeds the sandbox or its limits.
     """
-    messages, offered = _offer_tools(template, messages, tools)
+    # As in transformers. Parquet fills fields with None, and templates ask whether a message has "tool_calls".
+    filled = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
+        messages, offered = _offer_tools(template, filled, tools)
         environment, compiled = _compile(template, date)
         environment.begin()
         return compiled.render(

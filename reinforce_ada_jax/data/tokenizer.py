@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from reinforce_ada_jax.data.templates import CHAT, Chat, read_template, render_chat
+from reinforce_ada_jax.data.templates import CHAT, Chat, read_template, render_chat, takes_tools
 from reinforce_ada_jax.data.vocabularies import (
     SentencePieceVocabulary,
     native_errors,
@@ -151,9 +151,9 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("the model has no chat template: send a prompt without roles.")
-        if tools and "tools" not in self.chat_template:
-            raise ValueError("the chat template of the model knows no tools: leave them out.")
         try:
+            if tools and not takes_tools(self.chat_template):
+                raise ValueError("the chat template of the model knows no tools: leave them out.")
             return render_chat(self.chat_template, messages, self.special_tokens, tools=tools)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of the model refuses these messages ({error!s:.300}).") from error

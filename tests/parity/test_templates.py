@@ -1,15 +1,18 @@
 """Prompts and tokenizers against transformers, on the real files of the four models (shared data)."""
 
+import datetime
 import json
 
+import jinja2
 import numpy as np
 import pytest
 import transformers
 
 from reinforce_ada_jax.data.files import read_file
-from reinforce_ada_jax.data.templates import Chat, render_chat
+from reinforce_ada_jax.data.templates import Chat, render_chat, takes_tools
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from tests.data import shared
+from tests.data import conversations, shared
+from tests.golden.templates import make_golden
 
 pytestmark = shared.MARKS
 
@@ -56,21 +59,50 @@ def test_prompts(pair, chat):
         assert ours.decode(np.array(ids)) == theirs.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages | tojson(indent=2) }}{{ {'b': '<', 'a': [1.5, none, true]} | tojson(sort_keys=true) }}",
-        "{% for m in messages %}\n  {%- if loop.last %}{% break %}{% endif %}\n {{ m.content | trim }}\n{% endfor %}\n",
-        "{% set n = namespace(a=0) %}{% for m in messages %}{% set n.a = n.a + 1 %}{% endfor %}{{ n.a }}",
-        "a\n  {% generation %}\n b{% set c = 1 %}\n  {% endgeneration %}\n{{ c is defined }}",
-        "{{ tools }}|{{ documents }}|{{ add_generation_prompt }}|{{ bos_token }}|{{ eos_token }}|{{ nothing }}",
-    ],
-)
-def test_what_templates_may_write(pair, template):
+@pytest.mark.parametrize("name", conversations.CONSTRUCTS)
+def test_what_templates_may_write(pair, name):
+    """tests/data/test_published_templates.py compares with the same texts."""
     ours, theirs = pair
-    messages = [{"role": "system", "content": " <é> "}, {"role": "user", "content": "U"}]
+    template, _ = conversations.CONSTRUCTS[name]
+    messages = conversations.MESSAGES
     expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
     assert render_chat(template, messages, ours.special_tokens) == expected
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return make_golden.tokenizer()
+
+
+@pytest.mark.parametrize("name", conversations.CONSTRUCTS)
+def test_recorded_texts_of_what_templates_may_write(theirs, name):
+    template, expected = conversations.CONSTRUCTS[name]
+    assert make_golden.rendered(theirs, template, conversations.MESSAGES, []) == expected
+
+
+@pytest.mark.parametrize("file", conversations.published(), ids=lambda file: file.stem)
+def test_published_templates(theirs, file):
+    """Conversations of tests/data, and of problems in one to six turns, are rendered or refused as in transformers."""
+    template, problems = file.read_text(), []
+    for name in ("olympiadbench", "gsm8k_test", "minerva_math"):
+        problems += [row["problem"] for row in read_file(shared.FOLDER / "benchmarks" / f"{name}.jsonl")[::10]]
+    users = [{"role": "user", "content": problem} for problem in problems]
+    made = []
+    for index in range(0, len(users) - 6, 3):
+        turns = [message for user in users[index : index + index % 6] for message in (user, conversations.ANSWER)]
+        made.append(([*([conversations.SYSTEM] if index % 2 else []), *turns, users[index + 6]], []))
+    today, num_compared = datetime.date.today(), 0  # transformers takes the date of `strftime_now` from the clock
+    for messages, tools in [*conversations.CONVERSATIONS, *made]:
+        if tools and not takes_tools(template):  # transformers leaves them out, here the system message has them
+            continue
+        expected = make_golden.rendered(theirs, template, messages, tools, today)
+        try:
+            text = render_chat(template, messages, conversations.SPECIAL_TOKENS, today, tools)
+        except jinja2.TemplateError:
+            text = None
+        assert text == expected, messages
+        num_compared += text is not None
+    assert num_compared > 50
 
 
 def test_llama2_is_what_transformers_makes_of_its_sentencepiece_model(tmp_path):
