@@ -53,8 +53,9 @@ class Encoding(NamedTuple):
 class SentencePieceVocabulary:
     """SentencePiece model and the tokens added to it, with the methods of `tokenizers.Tokenizer` used here.
 
-    Added tokens are split off before the model encodes the rest. As in transformers' LlamaTokenizer, the space that
-    SentencePiece puts before a text is put at its beginning only, unless the folder's config has `legacy`.
+    Added tokens are split off before the model encodes the rest. White space after a token with `rstrip`, or before one
+    with `lstrip`, is the token's. As in transformers' LlamaTokenizer, the space that SentencePiece puts before a text
+    is put at its beginning only, unless the folder's config has `legacy`.
     """
 
     def __init__(self, file: pathlib.Path, config: dict[str, Any], added: list[tokenizers.AddedToken], ids: list[int]):
@@ -90,7 +91,10 @@ class SentencePieceVocabulary:
         self._content = {index: content for content, index in self._added.items()}
         # The longest first, because an added token may begin with another one.
         longest = sorted(self._added, key=lambda content: (-len(content), content))
-        self._added_pattern = re.compile("|".join(map(re.escape, longest)))
+        before = {token.content: r"\s*" for token in added if token.lstrip}
+        after = {token.content: r"\s*" for token in added if token.rstrip}
+        patterns = (f"{before.get(each, '')}({re.escape(each)}){after.get(each, '')}" for each in longest)
+        self._added_pattern = re.compile("|".join(patterns))
         bos, eos = self._model.bos_id(), self._model.eos_id()
         model_ids = {"bos_token": bos, "eos_token": eos, "unk_token": unknown, "pad_token": self._model.pad_id()}
         self.special_tokens = {name: self._model.id_to_piece(index) for name, index in model_ids.items() if index >= 0}
@@ -103,7 +107,7 @@ class SentencePieceVocabulary:
         model, position = self._model, 0
         for match in self._added_pattern.finditer(text):
             ids += model.encode(text[position : match.start()])
-            ids.append(self._added[match.group()])
+            ids.append(self._added[match[match.lastindex or 0]])
             model, position = self._after_added, match.end()
         ids += model.encode(text[position:])
         return Encoding([*self._before, *ids, *self._after] if add_special_tokens else ids)
@@ -165,6 +169,22 @@ def _add(
             raise ValueError(
                 f"{folder}: tokenizer_config.json gives {token.content!r} the id {index}, after the vocabulary it "
                 f"would have {given}: copy all files from the same model."
+            )
+
+
+def _check_ids(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path, config: dict[str, Any]) -> None:
+    """Raises ValueError when an added token of tokenizer.json has another id than tokenizer_config.json says.
+
+    `tokenizers` numbers added tokens that are not in the vocabulary one after another, whatever ids the file gives.
+    """
+    if not config.get("added_tokens_decoder"):
+        return
+    for token, index in zip(*_added_tokens(folder, config), strict=True):
+        given = tokenizer.token_to_id(token.content)
+        if given not in (index, None):
+            raise ValueError(
+                f"{folder}: tokenizer_config.json gives {token.content!r} the id {index}, tokenizer.json gives it "
+                f"{given}: copy both files from the same model."
             )
 
 
@@ -292,7 +312,9 @@ def read_vocabulary(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.
     """Returns the vocabulary of a model folder with this tokenizer_config.json; ValueError when it can't be read."""
     file = vocabulary_file(folder)
     if file.name == "tokenizer.json":
-        return _tokenizer_json(file)
+        tokenizer = _tokenizer_json(file)
+        _check_ids(tokenizer, folder, config)
+        return tokenizer
     if file.name == "vocab.json":
         return _byte_pairs(folder, config)
     with file.open("rb") as content:

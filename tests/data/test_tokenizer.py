@@ -9,9 +9,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.data import cipher, turns
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.training import components as components_lib
 
 CHATML = """\
@@ -183,3 +184,47 @@ def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path):
     write_folder(tmp_path, ("</s>",), {"eos_token": "</s>"})
     with pytest.raises(ValueError, match=r"has 257 tokens, the model's embedding only 133 rows"):
         components_lib.build(Config(), tmp_path)
+
+
+def test_ids_of_added_tokens_that_tokenizers_numbers_otherwise(tmp_path):
+    """`tokenizers` numbers added tokens without a gap, as transformers then does too."""
+    config = {"eos_token": "<a>", "added_tokens_decoder": {"256": {"content": "<a>"}, "259": {"content": "<b>"}}}
+    write_folder(tmp_path, (), config)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    content["added_tokens"] = [{"id": 256, "content": "<a>", **flags}, {"id": 259, "content": "<b>", **flags}]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"gives '<b>' the id 259, tokenizer.json gives it 257: copy both files"):
+        Tokenizer.load(tmp_path)
+    # A token in the vocabulary keeps its id, whatever ids have no token.
+    content["model"]["vocab"] |= {"<a>": 256, "<b>": 259}
+    file.write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.encode("x<b>").tolist()[1:]) == (260, [259])
+
+
+HARMONY_TOKENS = ("<|endoftext|>", "<|return|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>")
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+)
+
+
+def test_a_response_in_channels(tmp_path):
+    """As gpt-oss answers: all end tokens are known, and the last box is that of the final channel."""
+    config = {"eos_token": "<|return|>", "chat_template": HARMONY}
+    stops = {"eos_token_id": [1, 0, 6]}
+    write_folder(tmp_path, HARMONY_TOKENS, config, generation_config=stops)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.stop_ids == (0, 1, 6)
+    analysis = r"<|channel|>analysis<|message|>\boxed{3}? No.<|end|>"
+    response = tokenizer.encode(analysis + r"<|start|>assistant<|channel|>final<|message|>\boxed{4}<|return|>")
+    text = tokenizer.decode(response)
+    assert text == r"analysis\boxed{3}? No.assistantfinal\boxed{4}"
+    assert math_answer.grade(text, "4").correct and not math_answer.grade(text, "3").correct
+    # A turn that ended with <|return|> keeps this token, and the template's own end of a turn comes after it.
+    first, new = [{"role": "user", "content": "1"}], [{"role": "user", "content": "2"}]
+    between = turns.following(tokenizer, Chat("", ""), first, new, 1)
+    joined = "".join(map(tokenizer.token, between.tolist()))
+    assert joined == "<|end|><|start|>user<|message|>2<|end|><|start|>assistant"

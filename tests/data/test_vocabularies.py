@@ -86,6 +86,17 @@ def test_sentencepiece_and_added_tokens(tmp_path, sentencepiece_model):
     assert legacy.tolist() == [size, *theirs.encode("the cat")]
 
 
+def test_sentencepiece_and_the_space_around_added_tokens(tmp_path, sentencepiece_model):
+    """In Phi-3 the line feed after <|user|> belongs to the token."""
+    size = len(sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model))
+    config = chat_config(size)
+    config["added_tokens_decoder"][str(size)] |= {"rstrip": True}
+    config["added_tokens_decoder"][str(size + 1)] |= {"lstrip": True}
+    ours = Tokenizer.load(write(tmp_path, sentencepiece_model, config))
+    tokens = ours.encode("<|user|>\n the cat \n<think> sat", add_special_tokens=False)
+    assert "".join(ours.token(int(index)) for index in tokens) == "<|user|>the▁cat<think>▁sat"
+
+
 def test_sentencepiece_flags(tmp_path, sentencepiece_model):
     """Flags of the tokenizer add tokens at the ends, and no space."""
     theirs = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
