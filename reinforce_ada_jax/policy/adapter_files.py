@@ -17,13 +17,13 @@ from reinforce_ada_jax.policy.tensor_table import TABLE, joined
 from reinforce_ada_jax.policy.transformer import Params, flatten
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Bytes looked at in the beginning, the middle and the end of each file of a base: two trainings of one architecture
-# differ in all of them, and reading whole files would take as long as loading them.
+# Bytes that are read at the beginning, the middle and the end of each file of a base. Two trainings of one architecture
+# differ in all three, and reading whole files would take as long as loading them.
 SAMPLED_BYTES = 2**16
 
 
 def fingerprint(folder: pathlib.Path) -> str:
-    """Returns a hash of a base's sizes, tensors and samples of their bytes; the path of the folder does not matter."""
+    """Returns a hash of a base's architecture, file headers, file sizes and byte samples; its path does not matter."""
     digest = hashlib.sha256(repr(huggingface.read_config(folder)).encode())
     for file in weight_files.find(folder):
         with file.open("rb") as stream:
@@ -56,7 +56,7 @@ def _peft_name(weight: str, matrix: str) -> str:
 
 
 def check_family(architecture: Architecture, remedy: str) -> None:
-    """Raises ValueError, with the `remedy`, where a model's adapters have no form in PEFT."""
+    """Raises ValueError, with the `remedy`, if PEFT has no format for the adapters of this model."""
     if joined(architecture):
         raise ValueError(
             f"PEFT adapts queries, keys and values of {architecture.family} as one matrix, and this program each of "
@@ -81,8 +81,8 @@ def save(
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained(model, folder)` reads; whole, or not at all.
 
-    Raises ValueError if the folder exists and is not empty. `base` is named in its file. Where several processes hold
-    the adapters, each calls this, and process 0 writes.
+    Raises ValueError if the folder exists and is not empty. The adapter's config names the folder `base`. Where several
+    processes hold the adapters, each calls this, and process 0 writes.
     """
     tensors = peft_tensors(architecture, adapters, lora)
     for name, tensor in tensors.items():
@@ -102,10 +102,10 @@ def save(
 
 
 def load(folder: pathlib.Path, architecture: Architecture) -> tuple[Lora, dict[str, np.ndarray]]:
-    """Reads a folder that `save` wrote; returns size and places of the adapters, and their matrices by dotted path.
+    """Reads a folder that `save` wrote; returns rank, alpha and targets, and the matrices by dotted path.
 
     Raises:
-      ValueError: a file is missing, or is not of adapters of this architecture.
+      ValueError: a file is missing, or does not hold adapters of this architecture.
     """
     config = weight_files.read_json(folder / CONFIG)
     try:

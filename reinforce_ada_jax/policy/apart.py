@@ -1,8 +1,8 @@
-"""Weights of layers as arrays of their own: how a GPU reads them in decoding.
+"""One array for each layer's weight, in place of one stacked array for all layers, as GPUs need it in decoding.
 
 A loop over stacked weights takes one layer's part of them in each iteration. On GPUs a product can't read such a part
 in place: XLA copies it first, so that the weights of the layers pass through memory three times in a step. A product
-reads a whole array in place. So the layers are computed one after the other, without a loop (`transformer.run`).
+can read a whole array in place. So the layers are computed one after the other, without a loop (`transformer.run`).
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ LAYERS = "layers."  # begins the names of the stacked weights
 
 
 class Apart(Record):
-    """A weight of all layers: an array for each."""
+    """A weight of all layers, with one array for each layer."""
 
     arrays: tuple[Any, ...]
 
 
 def apart(weights: dict[str, jax.Array]) -> dict[str, jax.Array | Apart]:
-    """Returns weights by dotted path, the stacked ones as arrays of their own."""
+    """Returns weights by dotted path; each stacked weight becomes one array per layer."""
     return {
         name: Apart(tuple(weight[number] for number in range(len(weight)))) if name.startswith(LAYERS) else weight
         for name, weight in weights.items()
@@ -35,8 +35,8 @@ def over_layers(
 ) -> tuple[Any, Any]:
     """Computes (state, value) = one_layer(state, (weights of the layer, its number)) for each layer.
 
-    It is a scan over stacked weights, and without a loop where they are apart. Returns the last state, and the values
-    stacked along a leading axis.
+    Stacked weights are scanned. For weights that are apart the layers are computed one by one, without a loop. Returns
+    the last state, and the values stacked along a leading axis.
     """
     if not any(isinstance(leaf, Apart) for leaf in jax.tree.leaves(weights, is_leaf=_is_apart)):
         return jax.lax.scan(one_layer, state, (weights, jnp.arange(num_layers)))

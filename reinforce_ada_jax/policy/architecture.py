@@ -3,11 +3,11 @@
 Thirteen families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a
 norm on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral and Ministral (as
 Llama, with a sliding window in all layers, some or none), SmolLM3 (layers without rotary positions), OLMo 2 (norms
-after attention and feed-forward, and one norm over all queries of a token, and over all keys), OLMo 3 (as OLMo 2, with
-sliding layers), Phi-3 and Phi-4 (as Llama; a part of each head is rotated, and LongRoPE) and Gemma 3 (sliding layers
-with a rotary base of their own, norms before and after, GeGLU, a scaled embedding), and with experts Qwen3-MoE (as
-Qwen3), OLMoE (queries and keys normed as in OLMo 2) and gpt-oss (sliding layers, biases everywhere, sinks of attention,
-a clamped SwiGLU). Everything that sets them apart is a field here.
+after attention and feed-forward, one norm over all query heads of a token, and one over all its key heads), OLMo 3 (as
+OLMo 2, with sliding layers), Phi-3 and Phi-4 (as Llama; a part of each head is rotated, and LongRoPE) and Gemma 3
+(sliding layers with a rotary base of their own, norms before and after, GeGLU, a scaled embedding), and with experts
+Qwen3-MoE (as Qwen3), OLMoE (queries and keys normed as in OLMo 2) and gpt-oss (sliding layers, biases everywhere, sinks
+of attention, a clamped SwiGLU). Everything that sets them apart is a field here.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ MAX_POSITIONS = {
 THETAS = {"smollm3": 2e6, "olmo3": 5e5, "gemma3_text": 1e6, "gpt_oss": 1.5e5}  # of other families: 1e4
 WINDOWS = {"gpt_oss": 128}  # of other families: 4096
 EPSILONS = {"olmo2": 1e-5, "olmo3": 1e-5, "olmoe": 1e-5, "phi3": 1e-5, "gpt_oss": 1e-5}  # of other families: 1e-6
-PATTERNS = {"olmo3": 4, "gemma3_text": 6, "gpt_oss": 2}  # the last of that many layers does not slide
+PATTERNS = {"olmo3": 4, "gemma3_text": 6, "gpt_oss": 2}  # of each group of that many layers the last one does not slide
 HEAD_DIMS = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}  # of other families: hidden_size / num_attention_heads
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # The width of an expert by family; all layers have experts.
@@ -82,22 +82,22 @@ class Architecture:
     unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary positions
     window: int = 0  # tokens that a token sees in a sliding layer, itself included; 0: no layer slides
     sliding_layers: tuple[int, ...] = ()  # their indices
-    sliding_theta: float | None = None  # rotary base in them, without scaling; None: as in the other layers
-    query_scalar: float | None = None  # its root divides the scores of attention; None: that of `head_dim` does
-    is_gemma: bool = False  # norms multiply by 1 + weight, GELU, the embedding times the root of its width
+    sliding_theta: float | None = None  # rotary base of sliding layers, without scaling; None: as in the other layers
+    query_scalar: float | None = None  # attention scores are divided by its square root; None: by that of `head_dim`
+    is_gemma: bool = False  # norms multiply by 1 + weight, MLPs have GELU, embeddings are multiplied by sqrt(D)
     num_experts: int = 0  # MLPs of a layer, of which a router chooses some for each token; 0: one MLP for all tokens
     experts_per_token: int = 0
-    expert_size: int = 0  # width of an expert; `ffn_size` is then the width of no MLP
+    expert_size: int = 0  # width of an expert, which is used in place of `ffn_size`
     renormalizes_experts: bool = False  # the probabilities of a token's experts are divided by their sum
-    output_bias: bool = False  # of attention
-    attention_sinks: bool = False  # a learned score of each head, which takes its share of the softmax and has no value
-    expert_limit: float = 0.0  # bound inside the experts of gpt-oss, which have biases; 0: experts of another family
+    output_bias: bool = False  # the output projection of attention has a bias
+    attention_sinks: bool = False  # each head has a learned score in the denominator of its softmax, without a value
+    expert_limit: float = 0.0  # bound in `clamped_swiglu`; 0: other experts than those of gpt-oss, which have biases
     rotary_dim: int | None = None  # numbers of a head that are rotated, the first ones; None: all
 
     def layer_weights(self, *, active: bool = False) -> int:
         """Returns the number of weights in one layer's matrices, with the biases of experts.
 
-        `active`: without unused experts of a token.
+        `active`: only the experts that one token uses are counted.
         """
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         if not self.num_experts:
@@ -109,7 +109,7 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """Weights in all, the embedding counted once where it is tied."""
+        """Number of all weights; a tied embedding is counted once."""
         others = self.hidden_size * (4 if self.norm_place == "around" else 2)
         others += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         others += self.output_bias * self.hidden_size + self.attention_sinks * self.num_heads
@@ -121,7 +121,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Weights in all, without the experts that one token does not meet."""
+        """Number of weights that one token uses: all but those of the experts that are not chosen for it."""
         return self.num_parameters - self.num_layers * (self.layer_weights() - self.layer_weights(active=True))
 
     def for_texts(self, tokens: int) -> "Architecture":
@@ -133,12 +133,12 @@ class Architecture:
         return dataclasses.replace(self, rope_scaling=dataclasses.replace(scaling, is_long=is_long))
 
     def beyond(self, tokens: int) -> str:
-        """Returns a remark for a line on lengths if texts of `tokens` are longer than the model's own; else ""."""
+        """Returns a remark for a log line if texts of `tokens` are longer than the model was made for; else ""."""
         return f"; the model was made for {self.max_positions:,} tokens in all" if tokens > self.max_positions else ""
 
     @property
     def described_size(self) -> str:
-        """Weights in all, and those that a token meets where these are fewer."""
+        """Text with the number of all weights and, for a model with experts, of those that one token uses."""
         active = f" ({self.active_parameters:,} for a token)" if self.num_experts else ""
         return f"{self.num_parameters:,} weights{active}"
 
@@ -171,9 +171,9 @@ def _whole(value: Any, least: int, most: int) -> bool:
 
 
 def _check_values(config: dict[str, Any], needed: Sequence[str]) -> None:
-    """Raises ValueError if a size, an id or a number of config.json is not one, or is out of bounds.
+    """Raises ValueError if a size, an id or another number in config.json has a wrong type, or is out of bounds.
 
-    Without bounds a few digits in a file would take all memory.
+    Without bounds, a size with a few digits more would take all memory.
     """
 
     def require(key: str, right: bool, what: str) -> None:
@@ -225,9 +225,9 @@ def _unrotated_layers(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
-    """Returns the layers with a sliding window, by `layer_types`; without it all, or all but the last of a pattern."""
+    """Returns the sliding layers: those of `layer_types`; without this key all, or all but the last of each pattern."""
     layers = config["num_hidden_layers"]
-    if family == "phi3":  # a window that is longer than any text is none: that of Phi-4-mini
+    if family == "phi3":  # a window at least as long as any text hides nothing, as in Phi-4-mini
         longest = config.get("max_position_embeddings") or MAX_POSITIONS[family]
         return tuple(range(layers)) if (config.get("sliding_window") or longest) < longest else ()
     if family == "mistral" or (family == "ministral" and not config.get("layer_types")):
@@ -247,7 +247,7 @@ def _sliding_layers(config: dict[str, Any], family: str) -> tuple[int, ...]:
 
 
 def _sliding_theta(config: dict[str, Any], theta: float) -> float:
-    """Returns the rotary base of sliding layers; `theta` is that of the others."""
+    """Returns the rotary base of sliding layers; `theta` if config.json names none for them."""
     parameters = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
     if parameters.get("rope_type", "default") != "default":
         raise ValueError(
@@ -264,14 +264,15 @@ def _experts(config: dict[str, Any], family: str) -> dict[str, Any]:
         num_experts=config["num_experts"],
         experts_per_token=config["num_experts_per_tok"],
         expert_size=config[EXPERT_SIZES[family]],
-        # gpt-oss takes the softmax of the chosen scores alone: that of all scores, divided by its sum over the chosen.
+        # gpt-oss takes the softmax over the chosen scores alone. It equals the softmax over all scores, divided by its
+        # sum over the chosen ones.
         renormalizes_experts=family == "gpt_oss" or bool(config.get("norm_topk_prob", False)),
         expert_limit=float(config.get("swiglu_limit") or 7.0) if family == "gpt_oss" else 0.0,
     )
 
 
 def _refuse(config: dict[str, Any], family: str) -> None:
-    """Raises ValueError if config.json asks for what is not computed here."""
+    """Raises ValueError if config.json asks for something that this decoder does not compute."""
     activation = "gelu_pytorch_tanh" if family == "gemma3_text" else "silu"
     refused = {
         "hidden_act": config.get("hidden_act", activation) != activation,
@@ -299,11 +300,11 @@ def _refuse(config: dict[str, Any], family: str) -> None:
 def from_hf(config: dict[str, Any]) -> Architecture:
     """Returns the architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
 
-    Raises ValueError where this decoder does not compute it, or a size is missing.
+    Raises ValueError if this decoder does not compute that architecture, or a size is missing.
     """
     if config.get("model_type") == "gemma3" and isinstance(config.get("text_config"), dict):
         ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
-        config = TEXT_DEFAULTS | ends | config["text_config"]  # without its encoder of images
+        config = TEXT_DEFAULTS | ends | config["text_config"]  # without the image encoder
     family = config.get("model_type")
     if "collection" in config:
         raise ValueError("config.json is that of a run: `export` writes its weights as a folder to name here.")

@@ -1,9 +1,9 @@
-"""Causal attention in blocks of queries, for CPUs: no scores beyond a block's last query, and none are kept.
+"""Causal attention in blocks of queries, for CPUs: keys after a block get no scores, and no scores are stored.
 
-Same meaning and signature as `transformer.causal_attend`; `attend_parts` takes rows that are cut over devices. The
-backward pass computes the probabilities again, from the log-sum-exp of each query's scores, as in FlashAttention-2
-(arXiv 2307.08691, section 3). The query heads of a key head are rows of one product, and scores keep one layout
-throughout: XLA transposes those of `causal_attend` several times.
+`attend` has the meaning and signature of `transformer.causal_attend`; `attend_parts` takes rows that are cut over
+devices. The backward pass computes the probabilities again, from the log-sum-exp of each query's scores, as in
+FlashAttention-2 (arXiv 2307.08691, section 3). The query heads of a key head are rows of one product, and scores keep
+one layout throughout: XLA transposes the scores of `causal_attend` several times.
 """
 
 from collections.abc import Iterator
@@ -19,22 +19,23 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.rounded import whole_products
 from reinforce_ada_jax.policy.transformer import ATTENTION_RESULT, LayerPlace
 
-# Scores of 64 queries stay in a core's cache. Each block is compiled for itself, so a long row has larger ones.
+# Scores of 64 queries stay in a core's cache. Each block is compiled separately, so long rows have larger blocks, at
+# most 4.
 MIN_BLOCK, MAX_BLOCKS = 64, 4
 MASKED = -1e30  # finite, so that the difference of two of them is 0
 
 Queries = Float[Array, "B K G T H"]  # G query heads for each key head
-Keys = Float[Array, "B K _ H"]  # of a whole row, where queries may be those of a part
+Keys = Float[Array, "B K _ H"]  # of a whole row, even if the queries are those of a part of it
 Segments = Int[Array, "B T"] | None
 Sinks = Float[Array, "K G"] | None  # as `LayerPlace.sinks`
 
 
 class Visible(NamedTuple):
-    """Place of queries among keys: a query sees keys of its segment, not after it, within its reach."""
+    """Positions of queries among keys: a query sees keys of its own segment, within reach and not after itself."""
 
     segment_ids: Segments  # of queries
     reach: Int[Array, ""] | None  # as `LayerPlace.reach`
-    key_segment_ids: Segments = None  # where keys are those of the whole row, and queries those of a part
+    key_segment_ids: Segments = None  # of the whole row, if the queries are those of a part; None: as `segment_ids`
     first: Int[Array, ""] | None = None  # place of the part in the row; None: the queries are those of the whole row
 
     def end(self, key: Array, end: int) -> int:
@@ -100,10 +101,10 @@ def _forward(query, key, value, sinks, sees):
 
 def _backward(residuals, d_mixed):
     query, key, value, sinks, sees, mixed, log_sum = residuals
-    # The gradient of the softmax has the sum of p dp over keys, which equals that of mixed * d_mixed over the head.
+    # The gradient of the softmax needs the sum of p dp over keys. It equals the sum of mixed * d_mixed over the head.
     weighted = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     d_sinks = None
-    if sinks is not None:  # its key has the value 0, so that its dp is 0
+    if sinks is not None:  # the key of a sink has the value 0, so its dp is 0
         d_sinks = -(jnp.exp(sinks[None, :, :, None, None] - log_sum) * weighted).sum(axis=(0, 3, 4))
     d_query, d_key, d_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
     for first, end in _blocks(query.shape[3]):
@@ -131,7 +132,7 @@ def attend(query, key, value, layer, segment_ids: Segments = None):
 
 
 def attend_parts(query, key, value, layer, segment_ids: Segments = None, *, mesh: Mesh):
-    """Computes the same for rows that `mesh.cut_rows` has cut; each device reads the keys and values of all parts."""
+    """Computes attention for rows that `mesh.cut_rows` has cut; each device reads the keys and values of all parts."""
     count = mesh.shape["context"]
 
     def local(query, key, value, segment_ids, slides, sinks):

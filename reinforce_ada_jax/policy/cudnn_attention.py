@@ -1,11 +1,11 @@
-"""Causal attention over whole rows as cuDNN's kernels for NVIDIA GPUs: no [T, T] scores exist in memory.
+"""Causal attention over whole rows with cuDNN's kernels for NVIDIA GPUs: no [T, T] scores exist in memory.
 
-Same meaning as `transformer.causal_attend`, forwards and backwards, and the same signature with two more arguments.
+`attend` has the meaning of `transformer.causal_attend`, forwards and backwards, and two more arguments.
 
-Rows of one sequence go through JAX's public function. Packed rows go through the one below it, which takes the offsets
-and lengths of sequences. The public one takes a mask instead: a bias of [T, T] for each row, which cuDNN reads for
-every head, and whose gradient it computes. The padding of a row is one more sequence: every position has a defined
-result and a defined gradient.
+Rows of one sequence go through JAX's public function. Packed rows go through the internal function below it, which
+takes the offsets and lengths of sequences. The public function would need a mask, which is a bias of [T, T] for each
+row: cuDNN reads it for every head, and computes its gradient. The padding of a row is one more sequence: every position
+has a defined result and a defined gradient.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 
-# Requirements of JAX and cuDNN: `check_is_flash_attention` of the module above.
+# Requirements of JAX and cuDNN, from `check_is_flash_attention` in the module `cudnn` that is imported above.
 AMPERE, HOPPER = (8, 0), (9, 0)
 MOST_HEAD_DIM = {AMPERE: 128, HOPPER: 256}
 
@@ -34,7 +34,7 @@ def version_of(capability: str) -> tuple[int, int]:
 def refusal(capability: str, dtype: DTypeLike, head_dim: int, *, packed: bool) -> str:
     """Returns why these kernels can't compute an attention; empty where they can.
 
-    `capability` is the `compute_capability` of a GPU, "9.0" of an H100; other texts are of devices without cuDNN.
+    `capability` is the `compute_capability` of a GPU, "9.0" of an H100; any other text means a device without cuDNN.
     `packed`: rows have several sequences.
     """
     version = version_of(capability)
@@ -56,7 +56,7 @@ def sequences(segment_ids: Int[Array, "B T"], max_segments: int) -> tuple[Int[Ar
     """Returns lengths and first positions of the sequences of each row, padding included.
 
     Both are -1 where there is no sequence. There is one more position than lengths, as JAX expects it. Ids ascend in
-    each row, from 0 to `max_segments` at most, which is the id of padding.
+    each row, from 0 to at most `max_segments`. The id of padding is `max_segments`.
     """
     is_own = segment_ids[:, :, None] == jnp.arange(max_segments + 1)[None, None]
     lengths = jnp.sum(is_own, axis=1, dtype=jnp.int32)
@@ -80,7 +80,8 @@ def _local(
             "raise learning.micro_batches, or set learning.attention to 'blocks'."
         )
     lengths, offsets = sequences(segment_ids, max_segments)
-    # JAX before 0.11.1 multiplies the offsets of keys by the number of query heads, so there are as many key heads.
+    # JAX before 0.11.1 multiplies the offsets of keys by the number of query heads, so keys are repeated to that
+    # number.
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     mixed = cudnn.dot_product_attention(
@@ -97,7 +98,7 @@ def attend(query, key, value, layer, segment_ids=None, *, mesh: Mesh, max_segmen
     each row, with at most `max_segments` sequences. Raises ValueError for packed rows with 2^31 numbers of queries or
     more on a device.
     """
-    del layer  # none is a sliding one, and none has sinks: `platform.resolve` refuses them
+    del layer  # no layer slides or has sinks: `platform.resolve` refuses such models
     heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
     local = mesh_lib.shard_map(
         functools.partial(_local, max_segments=max_segments),

@@ -1,15 +1,16 @@
 """Mixture of experts: each token is computed by the few MLPs that a router chooses for it.
 
 The rows of all experts are sorted by expert, and each matrix is one grouped product (`jax.lax.ragged_dot`): no token is
-dropped, whatever the load. Tokens of padding have experts too, and reach no other token. XLA has the grouped product on
+dropped, whatever the load. Padding tokens have experts, too, but change no other token. XLA has the grouped product on
 TPUs; on CPUs it multiplies every row by the matrices of all experts.
 
 Along `tensor` each device holds whole experts, and all tokens of its rows: it computes its own experts for them, and a
-sum over the devices adds the others. Parts of each expert's width would have the same sum. But a part of 768 / 4
-numbers fills no tiles of 128 on a TPU, and compiled windows then copy the matrices (docs/how_to/model_family.md).
+sum over the devices adds the others. Splitting the width of each expert would give the same sum. But 768 / 4 numbers
+are no whole tiles of 128 on a TPU, so the sampler's compiled windows would copy the matrices
+(docs/how_to/model_family.md).
 
-The learner replays what the sampler chose (R3, arXiv 2510.11370): rounding differs between their programs, and near a
-tie it would send a token to another expert, whose log-probabilities are those of another policy. The sampler records
+The learner replays what the sampler chose (R3, arXiv 2510.11370): rounding differs between their programs, so that near
+a tie the learner would choose another expert, and compute the log-probabilities of another policy. The sampler records
 the experts of each token that it computes. The learner gives these experts the weights of its own router.
 """
 
@@ -28,7 +29,7 @@ from reinforce_ada_jax.policy.architecture import SWIGLU_ALPHA, Architecture
 
 
 class Routing(NamedTuple):
-    """Use of the choices that routers make in a forward pass."""
+    """Treatment of the routers' choices in a forward pass: replayed, counted, recorded."""
 
     replayed: UInt[Array, "B T LC"] | None = None  # record that tokens follow (`empty_record`); None: routers choose
     counted: Bool[Array, "B T"] | None = None  # tokens whose experts are counted; None: none are
@@ -52,7 +53,7 @@ def record_dtype(architecture: Architecture) -> np.dtype:
 
 
 def empty_record(architecture: Architecture, *shape: int) -> UInt[np.ndarray, "... LC"]:
-    """Returns a record of tokens whose experts are not known: the learner chooses them.
+    """Returns a record of tokens whose experts are not known: the learner's router chooses for them.
 
     A record has the L C numbers of a token in one axis: TPUs would pad a last axis of C numbers to 128.
     """
@@ -77,7 +78,7 @@ def choose(
 ) -> tuple[Float[Array, "M C"], Int[Array, "M C"]]:
     """Returns the weights and the numbers of each token's experts: a softmax over all experts, then the largest.
 
-    Tokens with a record (`replayed`) have the experts of it, whatever the largest are.
+    Tokens with a record (`replayed`) get the recorded experts in place of the most probable ones.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
     weights, chosen = jax.lax.top_k(probabilities, architecture.experts_per_token)
@@ -90,14 +91,15 @@ def choose(
 
 
 def _permuted(x: Float[Array, "R D"], order: Int[Array, " R"]) -> Float[Array, "R D"]:
-    # Declared unique: otherwise the gradient would add colliding rows, whose order a GPU does not fix.
+    # The indices are declared unique. Otherwise the gradient would add rows at equal indices, in no fixed order on a
+    # GPU.
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
 def clamped_swiglu(gate_up: Float[Array, "R Y"], limit: float) -> Float[Array, "R X"]:
     """Computes (up + 1) gate sigmoid(alpha gate), as gpt-oss does; columns of gate and up alternate.
 
-    Gates are clipped from above at `limit`, and ups on both sides.
+    `gate` is clipped from above at `limit`, and `up` to [-limit, limit].
     """
     gate, up = jnp.minimum(gate_up[:, ::2], limit), jnp.clip(gate_up[:, 1::2], -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
@@ -115,9 +117,9 @@ def mixture(
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"]]:
     """Computes sum_e weight_e down_e(silu(gate_e(x)) * up_e(x)) over the experts of each token, and returns these, too.
 
-    With biases it is the sum of gpt-oss, with `clamped_swiglu`: columns of gate and up alternate in `gate`.
-    The router is in x.dtype; logits, softmax and weights are float32. `replayed` is as for `choose`. With fewer
-    matrices than experts (those of this device along `tensor`) the sum is over these alone.
+    With biases it computes the experts of gpt-oss, with `clamped_swiglu`; then `gate` holds the columns of gate and up,
+    alternating. The router is in x.dtype; logits, softmax and weights are float32. `replayed` is as for `choose`. If
+    there are fewer matrices than experts (those of this device along `tensor`), the sum is over these experts alone.
     """
     tokens, chosen_each = x.reshape(-1, x.shape[-1]), architecture.experts_per_token
     logits = jnp.dot(tokens, router, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -126,15 +128,15 @@ def mixture(
     replayed = None if replayed is None else replayed.reshape(-1, chosen_each)
     weights, chosen = choose(architecture, logits, replayed)
     expert = chosen.reshape(-1)
-    if len(down) < architecture.num_experts:  # count from the first expert of this device, whose rows come first
+    if len(down) < architecture.num_experts:  # counted from this device's first expert, so its rows come first
         expert = (expert - jax.lax.axis_index("tensor") * len(down)) % architecture.num_experts
     order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=architecture.num_experts)[: len(down)]
     rows = jnp.broadcast_to(tokens[:, None], (len(tokens), chosen_each, x.shape[-1])).reshape(-1, x.shape[-1])
     rows, is_computed = _permuted(rows, order), (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
 
     def of_group(rows: Array) -> Array:
-        # The kernel of TPUs neither computes nor writes rows behind the last group: they have what the memory held,
-        # NaN perhaps. They are set to 0 after a product, and before it, which its gradient needs.
+        # On TPUs the kernel neither computes nor writes rows behind the last group. They hold old memory, perhaps NaN,
+        # so they are set to 0 after a product, and for its gradient also before it.
         return rows if len(down) == architecture.num_experts else jnp.where(is_computed, rows, jnp.zeros_like(rows))
 
     def product(rows: Array, matrices: Array) -> Array:
@@ -144,7 +146,7 @@ def mixture(
         results = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
     else:
         assert biases is not None
-        # A matrix product: the gradient of a gather would add colliding rows, in no fixed order on a GPU.
+        # Biases are selected by a matrix product: the gradient of a gather would add rows in no fixed order on a GPU.
         is_own = jax.nn.one_hot(expert[order], len(down), dtype=x.dtype)
         gate_up = product(rows, gate) + is_own @ biases.gate_up
         results = product(clamped_swiglu(gate_up, architecture.expert_limit), down) + is_own @ biases.down
@@ -155,8 +157,8 @@ def mixture(
 
 
 def load(num_experts: int, chosen: Int[Array, "B T C"], counted: Bool[Array, "B T"]) -> Float[Array, " E"]:
-    """Returns the number of tokens of each expert, of the tokens that are counted."""
-    # Compared and summed: a sum into colliding places is slow on TPUs.
+    """Returns for each expert how many of the counted tokens it has."""
+    # Compare and sum, because a scatter-add with equal indices is slow on TPUs.
     is_own = (chosen[..., None] == jnp.arange(num_experts)[None, None, None]) & counted[..., None, None]
     return jnp.sum(is_own, axis=(0, 1, 2), dtype=jnp.float32)
 
@@ -173,8 +175,8 @@ def load_metrics(tokens: Float[Array, "L E"]) -> dict[str, Float[Array, ""]]:
 def on_devices(compute: Callable[..., Any], rows: NamedSharding | None, mesh: Mesh | None) -> Callable[..., Any]:
     """Returns `mixture` on several devices: each sorts its own tokens and computes its own experts along `tensor`.
 
-    Left to the compiler, all tokens would be sorted together. `rows` is the sharding of x over a whole mesh; without
-    it, x is the same on all devices along `tensor` of `mesh`.
+    The compiler alone would sort the tokens of all devices together. `rows` is the sharding of x over a whole mesh;
+    without it, x is the same on all devices along `tensor` of `mesh`.
     """
     mesh = mesh if rows is None else cast(Mesh, rows.mesh)
     if mesh is None or (mesh.shape["tensor"] if rows is None else mesh.size) == 1:

@@ -1,7 +1,7 @@
 """Models in GGUF files: the architecture and the weights, by the names and in the layouts of Hugging Face folders.
 
-The package `gguf` makes numbers of quantised blocks; a tensor is read in chunks of rows. The tokenizer that such a file
-also has is in data/gguf_tokenizer.py.
+The package `gguf` converts quantised blocks to numbers; a tensor is read in chunks of rows. files/gguf_tokenizer.py
+reads the tokenizer in such a file.
 """
 
 import math
@@ -45,7 +45,7 @@ SIZES = {
 
 
 def _number(metadata: dict[str, Any], key: str, default: float) -> float:
-    """Returns a number of the metadata as the shortest decimal with its float32: 1e-05 for 9.999999747378752e-06."""
+    """Returns a number as the shortest decimal that rounds to its float32: 1e-05 for 9.999999747378752e-06."""
     number = metadata.get(key, default)
     if type(number) is not float:
         raise ValueError(f"{key} is {number!r:.40}, no number with decimals")
@@ -53,7 +53,7 @@ def _number(metadata: dict[str, Any], key: str, default: float) -> float:
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """Returns the `rope_scaling` of Llama 3.1 to 3.3 that gives the file's factors; the file has no more."""
+    """Returns the `rope_scaling` of Llama 3.1 to 3.3 that gives these factors; the file has only the factors."""
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     for factor in (8.0, 32.0):
         smooth = np.clip((8192 / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
@@ -72,7 +72,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
 def _rotary(file: pathlib.Path, header: gguf.Header, family: str, theta: float) -> dict[str, Any]:
     """Returns `rope_scaling` where the file has factors; ValueError for a rotation that is not supported."""
     metadata, factors = header.metadata, header.tensors.get(ROPE_FACTORS)
-    # Files of 2023 have a factor alone, under either name; llama.cpp takes it for a linear one.
+    # Files of 2023 have only a factor, under one of two names; llama.cpp treats it as linear scaling.
     factor = metadata.get(f"{family}.rope.scaling.factor", metadata.get(f"{family}.rope.scale_linear", 0.0))
     kind = metadata.get(f"{family}.rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
     if kind != "none":
@@ -132,7 +132,7 @@ def _names(layers: int) -> dict[str, str]:
 
 
 def shapes(file: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor by its Hugging Face name; unknown ones keep their own."""
+    """Returns the shape of every tensor by its Hugging Face name; tensors without one keep their GGUF name."""
     header = gguf.read(file)
     layers = header.metadata.get(f"{header.metadata.get('general.architecture')}.block_count", 0)
     ours = {theirs: name for name, theirs in _names(layers if isinstance(layers, int) else 0).items()}
@@ -140,7 +140,7 @@ def shapes(file: pathlib.Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensor(file: pathlib.Path, header: gguf.Header, name: str) -> np.ndarray:
-    """Returns a tensor of the file by its own name, as float32."""
+    """Returns the tensor with this GGUF name, as float32."""
     from gguf.constants import GGMLQuantizationType  # noqa: PLC0415  (0.2 s, which folders need not spend)
     from gguf.quants import dequantize  # noqa: PLC0415
 
@@ -191,5 +191,5 @@ class Tensors:
         return tensor
 
     def get_slice(self, name: str) -> np.ndarray:
-        """Returns a tensor, of which regions can be taken; all of it is read."""
+        """Returns the whole tensor, as an array that the caller can slice; nothing less can be read."""
         return self.get_tensor(name)

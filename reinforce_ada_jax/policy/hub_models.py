@@ -36,7 +36,7 @@ def fetch(path: str) -> pathlib.Path:
     Raises:
       ValueError: there is no such model or revision, it has no safetensors, or neither the hub nor the cache has it.
     """
-    # 0.6 s, which folders need not spend.
+    # These imports take 0.6 s; a model in a folder does not need them.
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.utils import disable_progress_bars  # noqa: PLC0415
 
@@ -45,7 +45,7 @@ def fetch(path: str) -> pathlib.Path:
         disable_progress_bars()
     try:
         folder = snapshot_download(name, revision=revision or None, allow_patterns=FILES, ignore_patterns=OTHERS)
-    except Exception as error:  # its errors and those of its HTTP client, which have no class in common
+    except Exception as error:  # errors of huggingface_hub and of its HTTP client have no common class
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the disk
         lines = str(error).strip().splitlines() or [""]

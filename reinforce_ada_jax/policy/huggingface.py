@@ -28,8 +28,8 @@ from reinforce_ada_jax.policy import gguf_files, mxfp4, transformer, weight_file
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
 from reinforce_ada_jax.policy.tensor_table import joined, parts, stored
 
-# How names begin in the text part of an image model (Gemma 3 4B and larger), in place of "model." or "lm_head."; and
-# names that it has beside it.
+# Prefixes of names in the text part of an image model (Gemma 3 4B and larger), in place of "model." or "lm_head."; then
+# prefixes of names in its other parts.
 IMAGE_TEXT = re.compile(r"(?:language_model\.(model|lm_head)|(model)\.language_model)\.")
 IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 TOKENIZER_FILES = (
@@ -83,7 +83,7 @@ def _check(folder: pathlib.Path, architecture: Architecture, headers: dict[str, 
 
 
 def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Header]) -> None:
-    # transformers drops the tie when the two differ; taking the embedding alone would be another model, silently.
+    # If the two differ, transformers unties them. To use the embedding alone would silently give another model.
     names = ("model.embed_tokens.weight", "lm_head.weight")
     with (
         safetensors.safe_open(headers[names[0]].file, framework="numpy") as first,
@@ -101,7 +101,7 @@ def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Heade
 
 
 def _text_headers(headers: dict[str, weight_files.Header]) -> dict[str, weight_files.Header]:
-    """Returns the headers of a text model; those of an image model without its encoder, under a text model's names."""
+    """Returns the headers under a text model's names; the tensors of an image model's encoder are left out."""
     if not any(map(IMAGE_TEXT.match, headers)):
         return headers
     found = {}
@@ -116,7 +116,7 @@ def _text_headers(headers: dict[str, weight_files.Header]) -> dict[str, weight_f
 def _split(
     folder: pathlib.Path, architecture: Architecture, headers: dict[str, weight_files.Header]
 ) -> dict[str, weight_files.Header]:
-    """Returns the headers with those of its parts in place of a tensor that holds several."""
+    """Returns headers in which each tensor that holds several of ours is replaced by its parts."""
     wanted, headers = parts(architecture), dict(headers)
     for name, names in joined(architecture).items():
         if (header := headers.pop(name, None)) is None:
@@ -155,7 +155,7 @@ def _write_layer(
 
 
 def _owned(weights: dict[str, jax.Array], dtype: DTypeLike) -> dict[str, jax.Array]:
-    """Returns copies: on CPUs an array may lie in numpy's memory, which could not be donated."""
+    """Returns copies, because on CPUs an array may share numpy's memory and could then not be donated."""
     return {name: jnp.copy(weight).astype(dtype) for name, weight in weights.items()}
 
 
@@ -166,7 +166,7 @@ def _opened(file: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Files:
-    """Tensors in the files of a folder, of which regions are read."""
+    """Open files of a folder, which reads regions of their tensors."""
 
     def __init__(self, folder: pathlib.Path, headers: dict[str, weight_files.Header], stack: contextlib.ExitStack):
         self._folder, self._headers = folder, headers
@@ -189,7 +189,7 @@ class _Files:
         header = self._headers[name]
         if header.scales is None:
             value = self._region(header, region)
-        else:  # of the blocks of some experts
+        else:  # MXFP4: whole experts are read, and cut afterwards
             value = mxfp4.numbers(self._region(header, region[:1]), self._region(header.scales, region[:1]))
             value = value[:, *region[1:]]
         remedy = "Fetch the folder again; if a training wrote it, export an earlier checkpoint of that run."
@@ -205,17 +205,17 @@ def load(
 ) -> tuple[Architecture, transformer.Params]:
     """Returns a Hugging Face folder's architecture and weights, sharded from the start if a mesh is given.
 
-    Each number of the files is read by one device, as far as the sizes divide, and by its process alone. The devices
-    then exchange what they need of it. In addition to the result the host holds one tensor of the files, or two copies
-    of one matrix of all experts of a layer. The devices hold one layer more, and at the end a second copy of what is
-    outside of the layers (embedding, head).
+    Where the sizes are divisible, each number of the files is read for one device only, by the process of this device.
+    Then the devices exchange the numbers. In addition to the result the host holds one tensor of the files, or two
+    copies of one matrix of all experts of a layer. The devices hold one layer more, and at the end a second copy of the
+    weights outside of the layers (embedding, head).
 
     Args:
       folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16, experts
         of gpt-oss also in MXFP4; or a GGUF file, or a folder that holds one.
       mesh: where the weights live; None: the default device.
       dtype: of the result.
-      watch: gets the numbers of the layers and returns them; they are read as it is iterated.
+      watch: gets the layer numbers and returns an iterable of them; each layer is read when its number comes.
 
     Raises:
       ValueError: config.json or the files are missing, malformed, or don't fit each other or the mesh, or a value is
@@ -244,7 +244,7 @@ def load(
             return np.concatenate([first, *others], axis=1) if others else first
 
         def read(layer: int | None) -> dict[str, jax.Array]:
-            # No variable holds a tensor, and its transfer ends before the next is read: one at a time.
+            # One tensor at a time: no variable holds it, and its transfer ends before the next one is read.
             return {
                 weight: jax.block_until_ready(
                     read_once(
@@ -263,7 +263,7 @@ def load(
 
         layouts = {name: shardings[name] for name in stacked}
         stacks = jax.jit(zeros, out_shardings=layouts)()
-        # Donated: a layer is written in place, where a copy of the stacks would double them.
+        # The stacks are donated, so that a layer is written in place; a copy of them would double their memory.
         write = jax.jit(_write_layer, donate_argnums=0, out_shardings=layouts)
         for layer in watch(range(architecture.num_layers)):
             stacks = jax.block_until_ready(write(stacks, read(layer), np.int32(layer)))

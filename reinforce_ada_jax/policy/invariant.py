@@ -1,11 +1,11 @@
-"""Forward passes whose bits depend on a token and those before it alone, not on the other rows of a program.
+"""Forward passes whose bits depend only on a token and the tokens before it, not on other rows of the program.
 
-A compiled product or sum rounds by its shape. So every row is computed in a tile of `ROWS` rows, and its attention in
-tiles of `KEYS` keys, in ascending order. The loop over tiles has the same body in every program, and a loop is a border
-for the compiler: nothing is fused across it. The number of iterations is known at run time only; otherwise the compiler
-would remove a loop of one iteration. Sampler and learner call these functions in their own layouts.
+How a compiled product or sum rounds depends on its shape. So every row is computed in a tile of `ROWS` rows, and its
+attention in tiles of `KEYS` keys, in ascending order. The loop over tiles has the same body in every program, and the
+compiler fuses nothing across a loop. The number of iterations is known at run time only; otherwise the compiler would
+remove a loop of one iteration. Sampler and learner call these functions in their own layouts.
 
-Forward only: the loops cannot be differentiated. Measured for float32 on CPUs.
+There are only forward passes: the loops cannot be differentiated. The equality was measured for float32 on CPUs.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from reinforce_ada_jax.policy.transformer import (
 ROWS, KEYS = 16, 32
 SMALLEST = float(jnp.finfo(jnp.float32).min)  # finite: the difference of two of them is 0
 
-# read(tile) -> (keys, values) of tokens tile * KEYS and on, as each row of a tile sees them.
+# read(tile) -> (keys, values) of the KEYS tokens from tile * KEYS on, for each row of a tile.
 Read = Callable[[Int[Array, ""]], tuple[Float[Array, "K ROWS KEYS H"], Float[Array, "K ROWS KEYS H"]]]
 
 
@@ -47,7 +47,7 @@ def num_tiles(count: Int[Array, "..."] | int, size: int) -> Any:
 
 
 def whole_tiles(x: Float[Array, "M ..."] | Int[Array, "M ..."] | UInt[Array, "M ..."]) -> Array:
-    """Returns the rows, with rows of zeros up to whole tiles."""
+    """Returns the rows, padded with rows of zeros to whole tiles."""
     return jnp.pad(x, [(0, -x.shape[0] % ROWS)] + [(0, 0)] * (x.ndim - 1))
 
 
@@ -81,7 +81,8 @@ def attention(
 ) -> Float[Array, "ROWS N H"]:
     """Computes softmax(q k / sqrt(H)) v over the first `lengths[r]` tokens of each row of a tile; zeros if 0.
 
-    A row sees only the last of these tokens, within the reach of the layer. Its sinks are scores of keys without value.
+    In a sliding layer a row sees only the last of these tokens (`LayerPlace.reach`). The sinks of a layer are scores of
+    keys without values.
 
     A tile of keys beyond a row's length changes none of its bits: sums are multiplied by 1, and zeros are added.
     """
@@ -115,20 +116,20 @@ def _add_keys(
     scores = jnp.where(seen[None, :, None], scores, -jnp.inf)
     overall = jnp.maximum(largest, scores.max(-1))
     weights, scale = jnp.exp(scores - overall[..., None]), jnp.exp(largest - overall)
-    # Weight 0 does not hide what is not finite, and unwritten places may hold anything.
+    # A weight of 0 times NaN or infinity is NaN, and unwritten places may hold anything.
     values = jnp.where(seen[None, :, :, None], values, 0)
     new = jnp.einsum("KRGT,KRTH->KRGH", weights, values, preferred_element_type=jnp.float32)
     return overall, total * scale + weights.sum(-1), mixed * scale[..., None] + new
 
 
 def packed_attend(start: Int[Array, " M"], lengths: Int[Array, " M"], count: Int[Array, ""]) -> Attend:
-    """Returns the attention of sequences side by side in one column of rows, each beginning a tile.
+    """Returns the attention of sequences that follow each other in one column of rows; each begins a new tile.
 
     The sequence of a row begins at the row `start`, and the row sees `lengths` tokens, itself included; 0 in padding.
     """
 
     def attend(query, key, value, layer, carry):
-        # Keys beyond the last row are read, and seen by none.
+        # Keys beyond the last row are read, but no row sees them.
         keys, values = (jnp.pad(x[:, 0].swapaxes(0, 1), ((0, 0), (0, KEYS), (0, 0))) for x in (key, value))
 
         def one_tile(query, start, lengths):
@@ -155,11 +156,12 @@ def target_logprobs(
         return distribution(head_logits(model, hidden)[:, 0], temperature[:, None])
 
     def one_tile(hidden, targets, temperature):
-        # The sampler's own loop, with one iteration: fused with the choice of targets, the sum would round differently.
-        # [M, V] exists nowhere.
+        # The same loop as in the sampler, here with one iteration: if the sum were fused with the choice of targets, it
+        # would round differently. An array [M, V] never exists.
         logprobs = by_tiles(jnp.minimum(count, ROWS))(all_logprobs, hidden, temperature)
         return jnp.take_along_axis(logprobs, targets[:, None], axis=1)[:, 0]
 
-    # Made from data: the compiler would turn division by a constant into a product with its reciprocal.
+    # The temperatures depend on data: the compiler would replace division by a constant with a product by its
+    # reciprocal.
     temperatures = jnp.where(targets < 0, 1.0, jnp.float32(temperature))
     return by_tiles(count)(one_tile, hidden, targets, temperatures)

@@ -63,15 +63,15 @@ class Adapted(Record):
 
 
 class RowAdapters(Record):
-    """Use of the adapters of a bank by the rows of a batch."""
+    """Adapters of a bank that the rows of a batch use."""
 
     adapter: jax.Array  # [B]; -1: none
-    in_use: jax.Array  # [count], those that some row uses at the front
+    in_use: jax.Array  # [count], numbers of all adapters; those that some row uses come first
     num_in_use: jax.Array
 
 
 class RowAdapted(Record):
-    """A weight, and several adapters of it with their scaling in B; each row of a batch uses one of them or none."""
+    """A weight and a bank of adapters, whose scaling is part of B; each row of a batch uses one adapter or none."""
 
     weight: jax.Array  # [*in, *out]
     a: jax.Array  # [count, *in, rank]
@@ -84,7 +84,7 @@ def _is_bank(weight: Any) -> bool:
 
 
 def row_adapters(weights: Any, adapter: Int[Array, " B"]) -> RowAdapters | None:
-    """Returns the use of adapters by rows; None if no weight of the stacked layers is a bank."""
+    """Returns which adapters the rows use; None if no weight of the stacked layers is a bank."""
     counts = {weight.a.shape[1] for weight in jax.tree.leaves(weights, is_leaf=_is_bank) if _is_bank(weight)}
     if not counts:
         return None
@@ -112,7 +112,7 @@ def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized | Rounded
     def contract(x: Array, weight: Array | Rounded, num_inputs: int) -> Array:
         if isinstance(weight, Rounded):
             return rounded.product(x, weight, num_inputs).astype(x.dtype)
-        # The innermost axis first, as einsum contracts: another order is another rounding.
+        # The innermost axis comes first, as in einsum: another order would round differently.
         last, first = [-1 - axis for axis in range(num_inputs)], list(reversed(range(num_inputs)))
         return jnp.tensordot(x, weight.astype(x.dtype), axes=(last, first))
 
@@ -134,11 +134,11 @@ def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized | Rounded
         def add_adapter(index: Array, result: Array) -> Array:
             number = rows.in_use[index]
             added = contract(contract(merged, weight.a[number], num_inputs), weight.b[number], 1)
-            # Chosen at the end: a row without this adapter times 0 is NaN where the adapter is not finite.
+            # `where` selects the rows, because 0 times an adapter that is not finite would make the other rows NaN.
             own = (adapter == number).reshape(-1, *[1] * (result.ndim - 1))
             return jnp.where(own, result + added, result)
 
-        # A loop over the adapters in use: room for more costs nothing.
+        # The loop is over the adapters in use: free places of the bank cost no time.
         result = jax.lax.fori_loop(0, rows.num_in_use, add_adapter, product(weight.weight))
     else:
         result = product(weight)
@@ -173,7 +173,7 @@ def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | Non
 
 
 def rotary_factor(architecture: Architecture, slides: Bool[Array, ""] | None = None) -> float | Float[Array, ""]:
-    """Returns the factor of rotated queries and keys of a layer."""
+    """Returns the factor by which a layer multiplies its rotated queries and keys."""
     factor = 1.0 if architecture.rope_scaling is None else architecture.rope_scaling.attention_factor
     if factor == 1.0 or slides is None or architecture.sliding_theta is None:
         return factor
@@ -238,7 +238,7 @@ class Attention(nnx.Module):
         return norm(self.architecture, x.reshape(*x.shape[:2], -1), scale.reshape(-1)).reshape(x.shape)
 
     def sinks_of(self, dtype: DTypeLike) -> Float[Array, " N"] | None:
-        """Returns the sinks in float32, with the values that the weights have in decoding; None: there are none."""
+        """Returns the sinks in float32, rounded as in decoding if `dtype` is bfloat16; None: there are none."""
         if not self.architecture.attention_sinks:
             return None
         sinks = self.sinks[...].astype(jnp.float32)
@@ -292,10 +292,10 @@ class Experts(nnx.Module):
         rows: NamedSharding | None = None,
         mesh: Mesh | None = None,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T C"]]:
-        """Computes each token by its experts, as `experts.mixture`; `rows` and `mesh` as of `experts.on_devices`."""
+        """Computes `experts.mixture`; `rows` and `mesh` are as for `experts.on_devices`."""
         compute = experts.on_devices(functools.partial(experts.mixture, self.architecture), rows, mesh)
 
-        def cast(*weights):  # here, so that devices exchange no wider numbers
+        def cast(*weights):  # before the devices exchange weights, so that they exchange narrow numbers
             return [weight.get_value().astype(x.dtype) for weight in weights]
 
         if not self.architecture.expert_limit:

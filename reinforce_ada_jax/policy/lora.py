@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): their shapes, initial values, and how they are combined with weights.
 
 Adapters are a plain tree of their own, {"layers": {"attention": {"query": {"a": [L, D, r], "b": [L, r, N, H]}}}}: W
-becomes W + scaling * A B. `adapted` puts both side by side, to be trained; `merged` makes one weight of them, to be
-exported, or decoded from in float32: a narrower weight would round most of the change away. The product inside a layer
-is in `layers.py`, files are in `adapter_files.py`.
+becomes W + scaling * A B. For training, `adapted` puts both into one record. For export, and for decoding in float32,
+`merged` adds them up to one weight: in a narrower type most of the change would be rounded away. The product inside a
+layer is in `layers.py`, files are in `adapter_files.py`.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Size and places of the adapters."""
+    """Rank, scaling and target projections of the adapters."""
 
     rank: int  # r, the inner size of A B; at least 1
     alpha: float  # numerator of the scaling
@@ -56,8 +56,8 @@ def make(settings: LoraConfig) -> Lora | None:
 def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, Declared]:
     """Returns every adapter's (shape, logical axes), by dotted path.
 
-    A has the weight's inputs and B its outputs, on the axes that the weight has for them, so they are split alike.
-    Raises ValueError for targets that the architecture does not have.
+    A has the input axes of the weight and B its output axes, so they are split over the mesh as the weight is. Raises
+    ValueError for targets that the architecture does not have.
     """
     found: dict[str, Declared] = {}
     declared = weight_shapes(architecture)
@@ -69,7 +69,7 @@ def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, Declared
         )
     for target in lora.targets:
         shape, axes = declared[TARGETS[target]]
-        # The model axis is one side of every projection, alone: the first after the layers', or the last.
+        # One side of every projection is the model axis alone: the first axis after that of the layers, or the last.
         cut = 2 if axes[1] == "embed" else len(axes) - 1
         found[f"{TARGETS[target]}.a"] = ((*shape[:cut], lora.rank), (*axes[:cut], None))
         found[f"{TARGETS[target]}.b"] = ((shape[0], lora.rank, *shape[cut:]), (axes[0], None, *axes[cut:]))
@@ -111,7 +111,7 @@ def init(
 
 
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
-    """Returns the policy: the arrays of `base`, where those with adapters are `Adapted`."""
+    """Returns the policy: the weights of `base`, each of which is `Adapted` if it has adapters."""
     weights, matrices = flatten(base), flatten(adapters)
     for name in (TARGETS[target] for target in lora.targets):
         weights[name] = Adapted(weights[name], matrices[f"{name}.a"], matrices[f"{name}.b"], lora.scaling)
@@ -129,13 +129,13 @@ def split(policy: Params) -> tuple[Params, Params]:
 
 
 def is_adapted(weight: object) -> bool:
-    """True for a weight with adapters, one leaf to `jax.tree.map`."""
+    """Returns True for a weight with adapters; as `is_leaf` of `jax.tree.map` it makes such a weight one leaf."""
     return isinstance(weight, Adapted)
 
 
 def _merge_layer(layer: Adapted) -> Float[Array, "..."]:
     a, b = layer.a.astype(jnp.float32), layer.b.astype(jnp.float32)
-    # A TPU would multiply in bfloat16 unless told otherwise: once an iteration, exactness costs nothing.
+    # By default a TPU multiplies in bfloat16. This runs once an iteration, so full precision costs nothing.
     change = jnp.tensordot(a, b, axes=1, precision=jax.lax.Precision.HIGHEST)
     return layer.weight.astype(jnp.float32) + layer.scaling * change
 
@@ -158,7 +158,7 @@ def merged(params: Params, dtype: DTypeLike | None = None) -> Params:
 def bank(base: Params, architecture: Architecture, size: Lora, count: int, dtype: DTypeLike) -> Params:
     """Returns `base` with room for `count` adapters in `dtype`, of which each row of a batch uses one or none.
 
-    `size` has rank and targets that there is room for; a smaller adapter fits in. The base is laid out as it is used.
+    There is room for the rank and targets of `size`; a smaller adapter fits in. `base` has the layout of decoding.
     """
     weights, mesh = flatten(base), jax.tree.leaves(base)[0].sharding.mesh
     declared = adapter_shapes(architecture, size)
@@ -174,7 +174,7 @@ def bank(base: Params, architecture: Architecture, size: Lora, count: int, dtype
 
 
 def put_into_bank(params: Params, adapters: Params, lora: Lora, index: int) -> Params:
-    """Returns a bank with an adapter at `index`. Only the old bank's base may still be used.
+    """Returns a bank with an adapter at `index`. The old bank's adapters are donated: only its base may still be used.
 
     Raises ValueError if the adapter has a larger rank than there is room for, or other targets.
     """

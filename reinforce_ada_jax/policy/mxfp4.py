@@ -1,8 +1,9 @@
 """MXFP4 tensors, as the published folders of gpt-oss have the matrices of their experts; they are read, not written.
 
-A matrix [X, D] of an expert is stored as its transpose, each row of which is cut into blocks of 32 numbers: 16 bytes of
-two numbers each, the lower half of a byte first, and one power of two (OCP Microscaling Formats 1.0, section 5). The
-numbers have a sign, two bits of exponent and one of mantissa, so that bfloat16 holds every product exactly.
+A matrix [X, D] of an expert is stored as its transpose. Each row of the transpose is cut into blocks of 32 numbers. A
+block has 16 bytes of two numbers each, the lower half of a byte first, and one power of two as its scale (OCP
+Microscaling Formats 1.0, section 5). The numbers have a sign, two bits of exponent and one of mantissa, so that
+bfloat16 holds every product exactly.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import numpy as np
 
 from reinforce_ada_jax.policy.weight_files import Header
 
-BLOCKS, SCALES = "_blocks", "_scales"  # end the names of the two tensors of a matrix
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the names of a matrix's two tensors
 BLOCK_BYTES, BIAS = 16, 127
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NUMBERS = np.array([sign * number for sign in (1.0, -1.0) for number in MAGNITUDES], np.float32)
@@ -39,9 +40,9 @@ def numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Returns matrices [E, rows, columns] in bfloat16 of blocks [E, columns, G, 16] and scales [E, columns, G]."""
     experts, columns, *rest = blocks.shape
     result = np.empty((experts, math.prod(rest) * 2, columns), jnp.bfloat16)
-    for expert in range(experts):  # one at a time: in float32 all would be four times the file
+    for expert in range(experts):  # one at a time: in float32 all would take 7.5 times the file's size
         halves = np.stack([blocks[expert] & 15, blocks[expert] >> 4], axis=-1).reshape(columns, -1, 2 * BLOCK_BYTES)
         exponents = scales[expert, :, :, None].astype(np.int32) - BIAS
-        with np.errstate(over="ignore"):  # what is infinite is refused where it is read
+        with np.errstate(over="ignore"):  # the caller refuses numbers that are not finite
             result[expert] = np.ldexp(NUMBERS[halves], exponents).reshape(columns, -1).T
     return result

@@ -9,7 +9,8 @@ _QWEN25_7B = dict(
     num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
 )  # fmt: skip
 
-# By the last part of their names on Hugging Face. The Math models differ in rope_theta and lengths, not in sizes.
+# The keys are the last parts of the names on Hugging Face. The Math models differ in rope_theta and lengths, not in
+# sizes.
 PUBLISHED = {
     "Qwen2.5-1.5B": _QWEN25_1P5B | dict(rope_theta=1e6, max_position_embeddings=131072),
     "Qwen2.5-Math-1.5B": _QWEN25_1P5B,

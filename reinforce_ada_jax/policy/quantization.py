@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from reinforce_ada_jax.policy.record import Record
 
-# Axes over which a product sums: each output has a scale of its own, which is multiplied after the sum. The embedding
-# has one for each token, an output where the head is tied to it.
+# Axes over which a product sums. Each output has a scale of its own, which multiplies the sum. The embedding has one
+# scale for each token; tokens are the outputs of a head that is tied to it.
 SUMMED_AXES = {
     "embedding": (1,),
     "head": (0,),
@@ -28,7 +28,7 @@ SUMMED_AXES = {
 
 
 class Quantized(Record):
-    """A tensor as `values * scale`; the scale lacks the axes along which all values share one."""
+    """A tensor as `values * scale`; axes along which all values share a scale are missing in `scale`."""
 
     values: jax.Array  # int8
     scale: jax.Array  # float32
@@ -41,7 +41,8 @@ class Quantized(Record):
 def quantize(x: Float[Array, "..."], axes: Sequence[int]) -> Quantized:
     """Rounds to the nearest of 255 values, symmetric about 0: the largest magnitude along `axes` becomes 127.
 
-    An entry is off by at most half a scale, 1/254 of that magnitude. Where a number is not finite, its scale is not.
+    An entry is off by at most half a scale, 1/254 of that magnitude. If a number is not finite, its scale is not finite
+    either.
     """
     axes = tuple(axes)
     x = x.astype(jnp.float32)

@@ -30,7 +30,7 @@ class RopeScaling:
     less than `low_frequency_factor` times is divided by `factor`. Between the two it is interpolated: with "llama3"
     linearly in its turns, with "yarn" (arXiv 2309.00071, sections 3.2 and 3.4) linearly in its index. With "linear" all
     are divided. With "longrope" (2402.13753) each is divided by its own number of `short_factors`, or of `long_factors`
-    where `is_long`: a run whose texts may be longer than `original_positions` has them for all texts.
+    if `is_long`. A run whose texts may be longer than `original_positions` uses the long factors for all its texts.
     """
 
     factor: float
@@ -38,15 +38,15 @@ class RopeScaling:
     high_frequency_factor: float = 1.0
     original_positions: int = 1
     kind: str = "llama3"
-    attention_factor: float = 1.0  # of rotated queries and of rotated keys
-    truncates: bool = True  # indices between which "yarn" interpolates are whole numbers
+    attention_factor: float = 1.0  # multiplies rotated queries and rotated keys
+    truncates: bool = True  # "yarn" interpolates between whole-numbered indices
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
 
 
 def from_config(parameters: dict[str, Any], theta: float, rotary_dim: int = 0) -> RopeScaling | None:
-    """Returns what `rope_parameters` or `rope_scaling` of a config.json describe; None: nothing is stretched.
+    """Returns the scaling of `rope_parameters` or `rope_scaling` in a config.json; None: nothing is stretched.
 
     For "longrope" `parameters` have `max_position_embeddings` too, and `rotary_dim` counts the numbers of a head that
     are rotated; with 0 it is refused.
@@ -121,7 +121,7 @@ def _yarn_defaults(factor: float) -> dict[str, float]:
 
 
 def to_config(scaling: RopeScaling | None, max_positions: int) -> dict[str, Any]:
-    """Returns `rope_scaling` of a config.json, of which `from_config` gives `scaling` back."""
+    """Returns `rope_scaling` of a config.json, from which `from_config` makes `scaling` again."""
     if scaling is None:
         return {"rope_type": "default"}
     if scaling.kind == "linear":
@@ -144,7 +144,7 @@ def to_config(scaling: RopeScaling | None, max_positions: int) -> dict[str, Any]
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Float[Array, " half"]:
-    """Returns inverse frequencies theta^(-2i/H), stretched by `scaling`; H are the numbers that are rotated."""
+    """Returns inverse frequencies theta^(-2i/H), stretched by `scaling`; H numbers of a head are rotated."""
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     if head_dim & (head_dim - 1):  # not a power of two: XLA multiplies by 1/H, which rounds once more
         exponents = jnp.asarray(np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))

@@ -1,9 +1,9 @@
 """Products in bfloat16 between activations in float32: how a model is computed in bfloat16 on a CPU.
 
-On CPUs XLA has fast products of bfloat16 numbers, with sums in float32. All else it computes in float32: a product
-whose result is bfloat16, and what a loop carries, so that stacked weights and the pool of pages would be converted in
-each step. So activations and pages are float32 there, a product rounds what it multiplies, and weights that are stored
-in bfloat16 are carried as their bits.
+On CPUs XLA has fast products of bfloat16 numbers, with sums in float32. It computes everything else in float32:
+products with a bfloat16 result, and the values that a loop carries. Stacked weights and the pool of pages would then be
+converted in each step. So activations and pages are float32 there, a product rounds its inputs, and weights that are
+stored in bfloat16 are carried as their bits.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ def applies(dtype: DTypeLike, platform: str) -> bool:
 
 
 def whole_products(dtype: DTypeLike, rounds: bool = False) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which products of a model in float32 round nothing; `rounds`: they are rounded by choice.
+    """Returns a context in which products of a float32 model do not round their inputs, unless `rounds` asks for it.
 
-    By default GPUs round what they multiply to TF32, and TPUs to bfloat16. A backward pass that is written by hand is
-    traced elsewhere, and needs a context of its own; that of splash attention on TPUs has none.
+    By default GPUs round the inputs of products to TF32, and TPUs to bfloat16. A backward pass that is written by hand
+    is traced elsewhere, and needs a context of its own; the backward pass of splash attention on TPUs has none.
     """
     is_whole = jnp.dtype(dtype) == jnp.float32 and not rounds
     return jax.default_matmul_precision("float32") if is_whole else contextlib.nullcontext()
@@ -60,7 +60,7 @@ def _matrix(values: Array) -> Array:
 
 
 def round_to_bfloat16(x: Array) -> Array:
-    """Returns x rounded to a number of bfloat16, in its own type. XLA would leave out a cast there and back."""
+    """Returns x rounded to a number of bfloat16, in its own type. XLA would remove a cast to bfloat16 and back."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
@@ -76,7 +76,7 @@ def as_bits(weights: dict[str, Array]) -> dict[str, Array | Rounded]:
 
 
 def rounding(layers: dict[str, Any]) -> dict[str, Any]:
-    """Returns the stacked weights of layers, nested, with their matrices as `Rounded`, as far as they are arrays."""
+    """Returns nested stacked weights of layers, in which matrices that are plain arrays become `Rounded`."""
 
     def mark(path, leaf):
         name = ".".join(key.key for key in path)
@@ -91,8 +91,8 @@ def of_columns(x: Array, y: Array) -> Array:
 
 
 def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-    # XLA has the fast product of rows that follow each other in memory only. It chooses it before it decides about
-    # memory; where it then folds a transpose into the product, the program fails when it runs.
+    # XLA has the fast product only for rows that are contiguous in memory, and chooses it before it fixes the layouts.
+    # If it then folds a transpose into the product, the program fails at run time.
     x, y = (with_layout_constraint(_matrix(a), Layout(major_to_minor=(0, 1))) for a in (x, y))
     dims = ((x_axis,), (y_axis,)), ((), ())
     return jax.lax.optimization_barrier(jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32))
@@ -126,10 +126,11 @@ def product(x: Array, matrix: Rounded, num_inputs: int) -> Array:
 
 @functools.cache
 def is_faster() -> bool:
-    """Returns True if this processor needs at most two thirds of the time for products of rounded matrices.
+    """Returns True if this processor computes rounded products in at most two thirds of the time of float32 products.
 
-    It times 256 rows by a matrix of 576 x 1,536, as in a small language model, forwards and backwards. It takes the
-    least of fifteen times each, in turn, since other programs may be running. False, too, where XLA can't run them.
+    It times 256 rows by a matrix of 576 x 1,536, as in a small language model, forwards and backwards. It compares the
+    shortest of fifteen runs of each, which alternate, since other programs may be running. It also returns False where
+    XLA can't run rounded products.
     """
     x, matrix = jnp.ones((256, 576)), jnp.ones((576, 1536))
 

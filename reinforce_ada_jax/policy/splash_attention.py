@@ -1,6 +1,7 @@
-"""Causal attention over whole rows as JAX's splash attention kernels for TPU: no [T, T] scores exist in HBM.
+"""Causal attention over whole rows with JAX's splash attention kernels for TPU: no [T, T] scores exist in HBM.
 
-Same meaning as `transformer.causal_attend`, forwards and backwards, and the same signature but for the mesh.
+`attend` has the meaning of `transformer.causal_attend`, forwards and backwards. It takes `mesh` and `interpret` in
+addition.
 """
 
 import functools
@@ -15,18 +16,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 
-# Positions of a block. The largest that divides a row, or a part of one, is taken; rows are padded to a multiple of
-# the smallest.
+# Numbers of positions in a block. The largest that divides the padded row, or the part of one, is taken; rows are
+# padded to a multiple of the smallest.
 BLOCKS = (512, 384, 256, 128)
 
 
 def padded_length(tokens: int) -> int:
-    """Returns the positions of a row as the kernels see it."""
+    """Returns the number of positions of a row after padding."""
     return -(-tokens // BLOCKS[-1]) * BLOCKS[-1]
 
 
 def block_size(tokens: int) -> int:
-    """Returns the positions of a block, for rows of `tokens` tokens."""
+    """Returns the number of positions in a block, for rows of `tokens` tokens."""
     return next(block for block in BLOCKS if padded_length(tokens) % block == 0)
 
 
@@ -66,8 +67,8 @@ def _local(
 ) -> Float[Array, "B T N H"]:
     """Computes attention on one device, for its rows, or a part of each, and its heads."""
     length, head_dim = query.shape[1], query.shape[-1]
-    # The kernels know no scale. Zero columns change no score, and a row's added positions come after all others; a part
-    # has none.
+    # The kernels do not scale scores, so queries are scaled here. Padding is harmless: zero columns change no score,
+    # and a row's added positions come after all others. A part of a row has none.
     query = query * jnp.asarray(head_dim**-0.5, query.dtype)
     columns = 64 if head_dim <= 64 else -(-head_dim // 128) * 128  # of a head, as the kernels take it
     padding = (0, 0), (0, padded_length(length) - length), (0, 0), (0, columns - head_dim)
@@ -89,9 +90,9 @@ def _local(
 def attend(query, key, value, layer, segment_ids=None, *, mesh: Mesh, interpret: bool = False):
     """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments.
 
-    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices. Rows that
-    `mesh.cut_rows` has cut have parts of a multiple of 128 tokens; a device reads keys and values of all parts of its
-    rows. `interpret` runs the kernels without a TPU.
+    Rows are split over `data` and `fsdp`, heads over `tensor`, without communication. In rows that `mesh.cut_rows` has
+    cut, each part has a multiple of 128 tokens, and a device reads keys and values of all parts of its rows.
+    `interpret` runs the kernels without a TPU.
     """
     heads, row = mesh_lib.spec(("parts", None, "heads", None)), mesh_lib.spec(("parts", None))
     context, num_heads = mesh.shape["context"], query.shape[2] // mesh.shape["tensor"]

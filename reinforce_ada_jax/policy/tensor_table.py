@@ -1,4 +1,4 @@
-"""Names and layouts of the tensors in Hugging Face folders, and the part of a weight that each of them is."""
+"""Names and layouts of the tensors in Hugging Face folders, and the part of our weights that each tensor is."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,8 @@ TABLE = {
     "final_norm": ("D", "model.norm.weight", "D"),
     "head": ("D V", "lm_head.weight", "V D"),
 }
-# Other architectures have these instead, or in addition. Each expert (E) of a layer is a tensor of its own there.
+# Other architectures have the following tensors instead, or in addition. In `EXPERTS` each expert (E) of a layer is a
+# tensor of its own.
 NORM_AFTER = {
     "layers.attention_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
     "layers.mlp_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),
@@ -51,7 +52,7 @@ EXPERTS = {
     "layers.mlp.expert_up": ("L E D X", "model.layers.{}.mlp.experts.{}.up_proj.weight", "X D"),
     "layers.mlp.expert_down": ("L E X D", "model.layers.{}.mlp.experts.{}.down_proj.weight", "D X"),
 }
-# All experts of a layer are one tensor; Y are the columns of gate and up, by turns.
+# All experts of a layer are one tensor; Y are the columns of gate and up, which alternate.
 GPT_OSS = {
     "layers.attention.output_bias": ("L D", "model.layers.{}.self_attn.o_proj.bias", "D"),
     "layers.attention.sinks": ("L N", "model.layers.{}.self_attn.sinks", "N"),
@@ -88,10 +89,10 @@ class Part:
         return (self.layer or 0, self.expert or 0, *[0] * len(self.ours))[: len(self.ours)]
 
     def read(self, index: tuple[slice, ...], get: Callable[[tuple[slice, ...]], np.ndarray]) -> np.ndarray:
-        """Returns the elements of the weight's part with this index.
+        """Returns the elements at `index` of this part of the weight, in our layout.
 
-        `get` returns a region of the tensor in the file. Where several of our axes are one axis there, the region is
-        cut along the first alone; the others are cut after reading.
+        `get` returns a region of the tensor in the file. Where several of our axes are one axis in the file, the region
+        is cut along the first of them alone; the others are cut after reading.
         """
         outer = (self.layer is not None) + (self.expert is not None)
         sizes = iter(self.ours[outer:])
@@ -112,7 +113,7 @@ class Part:
         return (tensor.T if self.transposed else tensor).reshape(shape)[tuple(inner)]
 
     def to_theirs(self, value: np.ndarray) -> np.ndarray:
-        """Returns a view of ours in the file's layout."""
+        """Returns a view of `value`, which has our layout, in the file's layout."""
         return value.reshape(self.theirs[::-1]).T if self.transposed else value.reshape(self.theirs)
 
 
@@ -127,7 +128,7 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
 
 
 def table(architecture: Architecture) -> dict[str, tuple[str, str, str]]:
-    """Returns `TABLE` as this architecture has it."""
+    """Returns `TABLE` with the entries that this architecture has instead or in addition."""
     norms = {"before": {}, "after": NORM_AFTER, "around": NORM_AROUND}[architecture.norm_place]
     experts = EXPERTS | (GPT_OSS if architecture.expert_limit else {})
     return TABLE | experts | norms | (QK_NORM_WHOLE if architecture.qk_norm_whole else {})
@@ -152,7 +153,7 @@ def parts(architecture: Architecture) -> dict[str, Part]:
 
 
 def joined(architecture: Architecture) -> dict[str, tuple[str, ...]]:
-    """Returns the names of the tensors of a folder that hold several of `parts`, with the names of these, in order."""
+    """Returns the names of tensors that hold several of `parts`, each with the names of these parts in order."""
     return {
         f"model.layers.{layer}.{name}.weight": tuple(f"model.layers.{layer}.{each}.weight" for each in names)
         for name, names in JOINED.get(architecture.family, {}).items()
@@ -161,7 +162,7 @@ def joined(architecture: Architecture) -> dict[str, tuple[str, ...]]:
 
 
 def stored(architecture: Architecture) -> dict[str, tuple[str, ...]]:
-    """Returns the names of all tensors of a folder, with those of `parts` that each holds; most hold one."""
+    """Returns the names of all tensors of a folder, each with the names of the `parts` that it holds; most hold one."""
     several = joined(architecture)
     inside = {name for names in several.values() for name in names}
     return several | {name: (name,) for name in parts(architecture) if name not in inside}

@@ -35,7 +35,7 @@ RowAttend = Callable[..., jax.Array]
 # rowwise(function, *arrays) applies a function of rows to arrays of rows ([B, ...]).
 Rowwise = Callable[..., Any]
 
-# Name of an attention's result, by which it is kept for the backward pass.
+# Name under which the result of attention is stored for the backward pass.
 ATTENTION_RESULT = "attention result"
 # Activations of a layer that are kept for the backward pass; it computes the others again from the layer's input.
 REMAT = {
@@ -65,7 +65,7 @@ class LayerPlace(NamedTuple):
 
     @property
     def reach(self) -> Int[Array, ""] | None:
-        """Tokens that a token sees, itself included; None: all before it."""
+        """Number of tokens that a token sees, itself included; None: all before it."""
         return None if self.slides is None else jnp.where(self.slides, self.window, jnp.iinfo(jnp.int32).max // 2)
 
     def sees(self, token: Int[Array, "..."], length: Int[Array, "..."]) -> Bool[Array, "..."]:
@@ -78,20 +78,20 @@ FULL_LAYER = LayerPlace(0)  # without a window, and without sinks
 
 
 def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
-    """Computes all rows at a time."""
+    """Computes all rows at once."""
     return function(*rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """Choices of how the layers are computed. All but the types give the same results up to rounding."""
+    """Choices for computing the layers. All but `dtype` and `rounds` give the same results up to rounding."""
 
     dtype: DTypeLike  # of activations and matrix products; weights are cast where they are used
-    rounds: bool = False  # products round to bfloat16 (`rounded.py`), and so are the final hidden states
+    rounds: bool = False  # inputs of products, and the final hidden states, are rounded to bfloat16 (`rounded.py`)
     remat: str | None = None  # of `REMAT`; None: all activations are kept for the backward pass
     rows: NamedSharding | None = None  # sharding of the residual stream; None: the compiler chooses it
-    mesh: Mesh | None = None  # where experts are split over `tensor` and nothing is constrained
-    rowwise: Rowwise = all_rows  # all but attention: all rows at once, or `invariant.by_tiles`, which knows no banks
+    mesh: Mesh | None = None  # for experts that are split over `tensor`, if `rows` is None
+    rowwise: Rowwise = all_rows  # all but attention: all rows at once, or by `invariant.by_tiles`, which takes no banks
 
     def constrain(self, x: jax.Array) -> jax.Array:
         """Returns x with the sharding of `rows`."""
@@ -169,7 +169,7 @@ def embed(model: Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array
 
 
 def _first_states(model: Decoder, tokens: Int[Array | np.ndarray, "B T"], execution: Execution) -> Array:
-    """Returns what enters the first layer; Gemma scales embeddings by sqrt(D)."""
+    """Returns the input of the first layer; Gemma scales embeddings by sqrt(D)."""
     mesh = None if execution.rows is None else execution.rows.mesh
     if isinstance(mesh, Mesh) and mesh_lib.num_slices(mesh) > 1:
         x = mesh_lib.rows_of_table(model.embedding.get_value(), tokens, mesh).astype(execution.dtype)
@@ -277,7 +277,7 @@ def causal_attend(query, key, value, layer, segment_ids=None):
         place = jnp.arange(query.shape[1])
         near = (place[:, None] - place[None] < layer.reach)[None, None]
         own = near if own is None else own & near
-    with jax.numpy_dtype_promotion("standard"):  # jax promotes bfloat16 to float32 in it
+    with jax.numpy_dtype_promotion("standard"):  # jax promotes bfloat16 to float32 inside
         if layer.sinks is not None:
             return _attend_with_sinks(query, key, value, layer.sinks, own)
         return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True)
@@ -344,14 +344,14 @@ def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "
     if isinstance(weight, Rounded):
         if not tied:
             return logits(weight.matrix)
-        # The embedding is on the left, or XLA would copy its transpose in each step.
+        # With the embedding on the right, XLA would copy its transpose in each step.
         product = jnp.einsum("VD,BTD->VBT", weight.matrix, hidden, preferred_element_type=jnp.float32)
         return jnp.moveaxis(jax.lax.optimization_barrier(product), 0, 2)
     return logits(weight)
 
 
 def distribution(logits: Float[Array, "... V"], temperature: float | Float[Array, "... 1"]) -> Float[Array, "... V"]:
-    """Returns log-probabilities at `temperature`, untruncated: they are sampled from, and scored."""
+    """Returns log-probabilities at `temperature`, without truncation; sampling and scoring both use them."""
     return jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
 
 

@@ -1,4 +1,4 @@
-"""JSON and safetensors files of a model folder: found, checked by their headers, written as a stream.
+"""Finds the JSON and safetensors files of a model folder, checks them by their headers, and writes them as a stream.
 
 `huggingface.py` knows what the tensors mean. Nothing here opens a pickle.
 """
@@ -23,7 +23,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 EARLIER = "Export an earlier checkpoint of the run, with --iteration."
-POINTER = b"version https://git-lfs"  # begins what a clone without Git LFS has in place of a file
+POINTER = b"version https://git-lfs"  # a clone without Git LFS has a file that begins so in place of the real one
 MAX_NAME = 255  # characters of a file's name
 # A header of 16 MiB has 150,000 tensors. One at the library's own limit of 100 MB takes 24 seconds and 1.8 GB.
 MAX_HEADER_BYTES = 16 * 2**20
@@ -37,8 +37,8 @@ class Header:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    scales: "Header | None" = None  # of a tensor whose blocks these are (`mxfp4.py`)
-    first_row: int | None = None  # of the tensor, where this is a part of it (`tensor_table.joined`)
+    scales: "Header | None" = None  # of the scales, if this tensor is their blocks (`mxfp4.py`)
+    first_row: int | None = None  # in the file's tensor, if this is a part of it (`tensor_table.joined`)
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -171,7 +171,8 @@ def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def check_finite(folder: str, name: str, value: np.ndarray, remedy: str) -> None:
     """Raises ValueError, with the `remedy`, if a tensor of `folder` has values that are NaN or infinite."""
-    # One block at a time: the mask of a whole tensor would take a quarter of its size. 7 billion bfloat16 take 11 s.
+    # One block at a time: the mask of a whole tensor takes a quarter of its size in float32, half in bfloat16. 7
+    # billion bfloat16 take 11 s.
     flat, block = value.reshape(-1), 2**20
     count = sum(int((~np.isfinite(flat[begin : begin + block])).sum()) for begin in range(0, flat.size, block))
     if count:
@@ -192,7 +193,8 @@ def write(
     """Writes `read(name)` for every name of `specs` (shape, dtype), in one file or in shards with an index.
 
     The format is the length of a JSON header, that header, then raw bytes (huggingface/safetensors, "Format"). It is
-    written here because the library's `save_file` wants all tensors of a file in memory at once; this needs one.
+    written here because the library's `save_file` wants all tensors of a file in memory at once; this function needs
+    one at a time.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in specs.items()}
     shards = _shards(sizes, int(max_shard_bytes))
