@@ -37,7 +37,7 @@ _SPARE_S = 0.5  # for the start and the end of a sandbox
 
 
 def _source(name: str, *parts: str) -> str:
-    """Returns a module's text for `python -c`, with those that it imports: no file of this package is in a sandbox."""
+    """Returns a module's text for `python -c`, with the modules that it imports: a sandbox has none of our files."""
     folder, package = pathlib.Path(__file__).parent, __name__.rpartition(".")[0]
     texts = {part: (folder / f"{part}.py").read_text(encoding="utf-8") for part in (*parts, name)}
     made = (f"new('{package}.{part}', {texts[part]!r})" for part in parts)
@@ -52,10 +52,10 @@ _TEST_SIDE = _source("code_test_side", "code_wire", "code_names", "code_remote")
 def _blocks(response: str) -> Iterator[tuple[str, str]]:
     """Yields the mark and the text of each fenced block, without the indentation of its fence, as in Markdown.
 
-    The time is about linear in the length: a fence that nothing closes is looked for only once.
+    The time is about linear in the length: the end of a fence that nothing closes is looked for only once.
     """
     lines = re.sub("\r\n?", "\n", response).split("\n")
-    never_closed = {"`": math.inf, "~": math.inf}  # from this length on
+    never_closed = {"`": math.inf, "~": math.inf}  # for fences of this length or longer
     after = 0
     for number, line in enumerate(lines, 1):
         found = _FENCE.fullmatch(line)
@@ -90,7 +90,7 @@ def _same_token(written: str, expected: str) -> bool:
 def same_output(written: str, expected: str) -> bool:
     """Returns True if two outputs have the same words.
 
-    Where a number with a decimal point or an exponent is expected, 1e-6 is allowed, absolute or relative. Two whole
+    If a number with a decimal point or an exponent is expected, it may be off by 1e-6, absolute or relative. Two whole
     numbers must be equal.
     """
     ours, theirs = written.split(), expected.split()
@@ -98,13 +98,13 @@ def same_output(written: str, expected: str) -> bool:
 
 
 def _run_test(program: bytes, test: Test, limits: Limits) -> tuple[bool, str]:
-    """Runs test and program in two sandboxes that a socket connects; input and output need the program's alone."""
+    """Runs test and program in two sandboxes that a socket connects; an `InputOutput` needs only the program's."""
     files = {"program.py": program}
     if isinstance(test, InputOutput):
         outcome = sandbox.run([Program(["-c", _SCRIPT], files, test.input.encode())], limits)
         reason = f"{outcome.limit}_limit" if outcome.limit else "exception" if outcome.code else ""
         return not reason and same_output(outcome.output.decode(errors="replace"), test.output), reason
-    token = secrets.token_hex(16)  # written after the last assertion, by a process in which the program has no part
+    token = secrets.token_hex(16)  # written after the last assertion by the test's process, not by the program's
     given: dict[str, Any] = {"token": token}
     if isinstance(test, FunctionCall):
         given |= {"function": test.function, "arguments": test.arguments, "expected": [test.expected, *test.or_text]}
@@ -122,7 +122,8 @@ def _run_test(program: bytes, test: Test, limits: Limits) -> tuple[bool, str]:
         return True, ""
     if outcome.limit:
         return False, f"{outcome.limit}_limit"
-    # The exit code of the test says only that an assertion failed; that of the program, that it ended early.
+    # The exit code of the test says only that an assertion failed. The exit code of the program says that it ended
+    # early.
     return False, verdict if _UNSUPPORTED.fullmatch(verdict) else "exception" if outcome.other_code else ""
 
 

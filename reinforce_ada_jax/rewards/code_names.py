@@ -5,7 +5,7 @@ import builtins
 import importlib
 import sys
 
-# Modules and functions that are Python's in a test which uses them without an import.
+# Modules and functions that a test may use without an import: the names then mean Python's.
 OTHERS = ("networkx", "numpy", "pandas", "pytest", "scipy", "sklearn", "sympy", "torch")
 MODULES = {name: name for name in (*sys.stdlib_module_names, *OTHERS)}
 MODULES |= {"np": "numpy", "nx": "networkx", "pd": "pandas", "plt": "matplotlib.pyplot", "npt": "numpy.testing"}
@@ -25,8 +25,8 @@ class Names(dict):
     """Names of a test: its own, then Python's, then those of the program.
 
     If the test uses only names of Python, and the program defines exactly one of them, the test gets the program's:
-    `assert sum(10, 15) == 6` of MBPP. If the program defines more, the test gets Python's. One of AROUND is Python's
-    unless it is the only name: a program could define nothing but an `abs` that is always 0.
+    `assert sum(10, 15) == 6` of MBPP. If the program defines more, the test gets Python's. A name of AROUND means
+    Python's, unless it is the only name: otherwise a program could define nothing but an `abs` that is always 0.
     """
 
     def __init__(self, solution, tree):
@@ -59,7 +59,7 @@ class Names(dict):
 
 
 def names_used(tree):
-    """Returns the modules of Python among the names that a test uses, and the names that it does not define itself.
+    """Returns two sets: the modules of Python that a test uses, and other names that it uses and does not define.
 
     A name is a module's if the test only reads its attributes, as in `math.isclose`.
     """

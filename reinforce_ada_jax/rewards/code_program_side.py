@@ -1,6 +1,6 @@
-"""The process of a test that runs the program: it answers the calls of `code_test_side`, over a socket.
+"""The process that runs the program in a test of functions: it answers the calls of `code_test_side` over a socket.
 
-Nothing of this package can be imported here, except what `code` puts in place of its modules.
+The sandbox has no file of this package: only the modules that `code` puts before this text can be imported.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import types
 from reinforce_ada_jax.rewards.code_script import run
 from reinforce_ada_jax.rewards.code_wire import ABILITIES, CHANNEL_CLOSED, PLAIN, decode, encode, error_from, send
 
-MAX_PRINTED = 2**20  # bytes of one call that the test gets
+MAX_PRINTED = 2**20  # bytes that the test gets of the text printed during one call
 
 
 @functools.cache
@@ -38,7 +38,8 @@ def leave(target, error):
     type(target).__exit__(target, error and type(error), error, None)
 
 
-# What a test does with an object of the program, beside calls: each takes the object and an argument.
+# Operations of a test on an object of the program, in addition to calls. Each function takes the object and an
+# argument.
 OPERATIONS = {
     "attribute": getattr,
     "await": lambda target, _: event_loop().run_until_complete(target),
@@ -79,11 +80,12 @@ class Program:
         self.lines, self.namespace, self.printed = connection.makefile("rwb"), namespace, printed
         self.objects: list = [namespace]
         self.numbers = {}
-        # What the test gave, with its description: by its id, and by its index at the test.
+        # Objects that the test gave, each with its description: by their ids here, and by their indices in the test's
+        # list.
         self.given, self.given_by_index = {}, {}
 
     def number(self, value):
-        """Returns the number of an object; it always has the same."""
+        """Returns the number of an object, which is the same in every call."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
@@ -157,7 +159,7 @@ class Program:
             else:
                 value = OPERATIONS[what](target, arguments)
             answer = {"value": encode(value, self.keep)}
-            # What the function changed goes back: it may have sorted a list in its place.
+            # Changed arguments go back to the test: the function may have sorted a list in place.
             changed = [encode(arguments, self.keep), encode(named, self.keep)]
             if what == "call" and changed != [argument, keywords]:
                 answer["changed"] = changed
@@ -174,7 +176,7 @@ class Program:
             return b""
 
     def serve(self):
-        """Answers requests until the test answers a call, which is returned, or closes the socket: None."""
+        """Answers requests until the test answers a call back; returns this answer, or None if the socket is closed."""
         while line := self.read():
             message = json.loads(line)
             if isinstance(message, dict):

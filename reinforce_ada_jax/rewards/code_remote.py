@@ -22,7 +22,7 @@ def ask(remote, *request):
 
 
 class Remote:
-    """Object of the program, as the test sees it. A subclass has the methods of SUPPORTED that its class has.
+    """Object of the program, as the test sees it. A subclass has the methods of SUPPORTED that the object's class has.
 
     It has no arithmetic and no order: else the program would decide what `abs(f(7) - 49) < 1e-6` means.
     """
@@ -75,14 +75,14 @@ def iterate(self):
 
 
 def next_item(self):
-    # An end would be a StopIteration, which ends any loop of the test.
+    # The end of the iterator would raise StopIteration here, which would end any loop of the test.
     item = ask(self, "next")
     return item[0] if item else unsupported("end_of_iterator")
 
 
 def leave(self, kind, error, _):
     names = None if error is None else [[each.__name__ for each in kind.__mro__], str(error)]
-    ask(self, "exit", names)  # its result would suppress a failed assertion
+    ask(self, "exit", names)  # returning its result could suppress a failed assertion
 
 
 METHODS = {
@@ -104,7 +104,7 @@ def remote_class(names):
     """Returns the subclass of Remote with these special methods."""
     methods = {name: METHODS[name] for name in names if name in SUPPORTED}
     for name in names:
-        # `in` needs no method of its own where it can look at the items.
+        # `in` works without `__contains__` if the object has `__iter__`: Python then compares the items.
         if name in WORD_OF and not (name == "__contains__" and "__iter__" in names):
             methods[name] = functools.partialmethod(lambda self, word, *_: unsupported(word), WORD_OF[name])
     return type("Remote", (Remote,), methods)

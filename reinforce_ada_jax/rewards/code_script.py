@@ -1,7 +1,7 @@
 """Runs a program; graders give it the usual names that its author left out, such as `List` and `heapq`.
 
-This is all of the process of a program that reads standard input, and a part of the process whose functions are called
-(`code_program_side`). Nothing of this package can be imported there.
+A program that reads standard input has a process that runs only this. If a test calls functions of the program, this is
+a part of `code_program_side`. Nothing of this package can be imported there.
 """
 
 import builtins

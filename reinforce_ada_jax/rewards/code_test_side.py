@@ -7,10 +7,10 @@ test has a `Remote` in its place. So the two sides share no object, and a result
 `Remote` that equals nothing but other objects of the program. What the program sends is checked: it decides neither
 what a module of Python does in the test, nor when a loop of the test ends.
 
-What a test cannot do with a `Remote` ends it with a reason, "unsupported_" and a word: an exception might be one that
-the test expects.
+If a test does something that a `Remote` does not support, the test ends with a reason, "unsupported_" and a word. It
+gets no exception, because it might expect one.
 
-Nothing of this package can be imported here, except what `code` puts in place of its modules.
+The sandbox has no file of this package: only the modules that `code` puts before this text can be imported.
 """
 
 import ast
@@ -43,7 +43,7 @@ class Channel:
         self.lock = threading.RLock()  # a test may have threads
 
     def keep(self, value):
-        """Describes an object for the program; only its own objects, Python's, and functions that it may call."""
+        """Describes an object for the program: one of its own, one of Python, or a function that it may call."""
         own = value if isinstance(value, Remote) else getattr(value, "__remote__", None)
         if isinstance(own, Remote):
             return {"number": own.__state__.number}
@@ -77,8 +77,8 @@ class Channel:
     def error_class(self, content):
         """Returns a class for one of the program's classes of exceptions; it is never one of Python's own.
 
-        So a name of the program cannot catch a failed assertion. Where the program names its class as a built-in one,
-        the test may mean either.
+        So a name of the program cannot catch a failed assertion. If the program gives its class the name of a built-in
+        one, and no other base, it becomes a subclass of the built-in one, because the test may mean either.
         """
         name, module = str(content["name"]), str(content["module"])
         number = content.get("number")
@@ -117,7 +117,7 @@ class Channel:
             function, args, kwargs = self.mine[index], decode(args, self.find), decode(kwargs, self.find)
         except MALFORMED:
             os._exit(CHANNEL_CLOSED)
-        if not is_function(function):  # one of Python's, such as eval, which the program has itself
+        if not is_function(function):  # a function of Python, such as eval, which the program can call itself
             os._exit(CHANNEL_CLOSED)
         try:
             send(self.lines, {"value": encode(function(*args, **kwargs), self.keep)})
@@ -130,7 +130,7 @@ class Channel:
             send(self.lines, answer)
 
     def read(self):
-        """Returns the next message of the program. If there is none, the test ends: it might expect an exception."""
+        """Returns the next message of the program. Without one the process ends; the test might expect an exception."""
         try:
             line = self.lines.readline(MAX_ANSWER)
             message = json.loads(line) if line.endswith(b"\n") else None
@@ -165,7 +165,7 @@ class Channel:
             return value
         failed = sys.exception()
         if isinstance(failed, AssertionError) or not isinstance(failed, Exception | None):
-            os._exit(1)  # else the program's exception would replace it, in `finally` or `__exit__`
+            os._exit(1)  # else an exception of the program in `finally` or `__exit__` would replace it
         raise error
 
 
@@ -252,7 +252,7 @@ def cases(function):
             values = [value.values if type(value).__name__ == "ParameterSet" else [value] if is_one else value
                       for value in values]  # fmt: skip
             groups.append([dict(zip(names, value, strict=True)) for value in values])
-    assert all(groups)  # without a case every program would pass, and the program may have given them
+    assert all(groups)  # without a case every program would pass; the list of cases may come from the program
     code, first = function.__code__, int(case is not None)
     needed = set(code.co_varnames[first : code.co_argcount - len(function.__defaults__ or ())])
     for chosen in itertools.product(*groups):

@@ -33,7 +33,7 @@ class InputOutput:
 class FunctionCall:
     """A call of the program's function, or of this method of its class Solution, must return `expected`.
 
-    `or_text`: the text that `expected` was read from, if that may be meant: "12" may be a number or a text.
+    `or_text`: the text that `expected` was read from, if the text itself may be expected: "12" is a number or a text.
     """
 
     function: str

@@ -31,7 +31,7 @@ SUPPORTED = (
     "__bool__", "__call__", "__delitem__", "__enter__", "__exit__", "__getitem__", "__iter__", "__len__", "__next__",
     "__setitem__",
 )  # fmt: skip
-# Special methods that would let the program decide a comparison, by the word in the verdict's reason.
+# Refused special methods, which would let the program decide a comparison. The keys are words in the verdict's reason.
 REFUSED = {
     "order": "lt le gt ge",
     "arithmetic": "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor radd rsub rmul rtruediv "
@@ -56,7 +56,7 @@ EXACT = 2**53  # a float holds every whole number below
 
 
 def close(found, expected):
-    """Returns True within 1e-6, absolute or relative, as usual checkers do; two whole numbers must be equal."""
+    """Returns True if numbers are within 1e-6, absolute or relative, as in usual checkers; whole ones must be equal."""
     if found == expected or not math.isfinite(expected):
         return found == expected or (math.isnan(found) and math.isnan(expected))
     is_whole = float(found).is_integer() and float(expected).is_integer() and abs(expected) < EXACT
@@ -71,7 +71,7 @@ def numpy_of(value):
 
 
 def has_own_methods(kind):
-    """Returns True for a class of the program with methods that a test would miss in data."""
+    """Returns True for a class of the program with public methods: an object that is sent as data would lose them."""
     return kind.__module__ == "solution" and any(
         callable(each) and name[:1] != "_" for name, each in vars(kind).items()
     )
@@ -85,7 +85,7 @@ def encode(value, keep):
         array = numpy.ascontiguousarray(value)
         found = {"numpy": [array.dtype.str, list(value.shape), array.tobytes().hex()]}
     elif isinstance(value, str):
-        found = str.__str__(value)  # its class may say otherwise, as of a member of an enumeration
+        found = str.__str__(value)  # `str` of its class may give another text, as for a member of an enumeration
     elif value is None or isinstance(value, PLAIN):
         found = next((kind(value) for kind in PLAIN if isinstance(value, kind)), None)
     elif isinstance(value, bytes | bytearray):
@@ -106,7 +106,7 @@ def encode(value, keep):
 
 
 def decode(value, find) -> Any:
-    """Returns the value of `encode`; `find` returns the object of a description."""
+    """Returns the value that was given to `encode`; `find` returns the object of a description."""
     if value is None or isinstance(value, PLAIN):
         return value
     ((kind, content),) = value.items()

@@ -3,11 +3,11 @@
 | signature | from | called with |
 |---|---|---|
 | `f(response, answer)` | this project | the two texts, by position |
-| `f(prompts, completions, **columns)` | TRL, tunix | lists of one; `completions` tells |
-| `f(data_source, solution_str, ground_truth, extra_info=None)` | verl | texts and columns; `solution_str` tells |
+| `f(prompts, completions, **columns)` | TRL, tunix | lists of one; known by `completions` |
+| `f(data_source, solution_str, ground_truth, extra_info=None)` | verl | texts and columns; known by `solution_str` |
 | `f(sample, item)` | OpenAI's Python grader | the response, and the columns as one object |
 
-All may be `async`. The columns of a problem are given to further parameters that have their names; `**` gets all.
+All may be `async`. A further parameter gets the column of the problem that has its name; `**` gets all columns.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from reinforce_ada_jax.types import Verdict
 
 # The column with the model's input: a text, or messages. With messages, completions are messages too, as in TRL.
 PROMPT = "prompt"
-# Names by which a first or a second parameter is not the response or the answer: such a function would grade others.
+# A function whose first or second parameter has one of these names does not take (response, answer).
 _NOT_RESPONSE = (PROMPT, "problem", "question", "answer", "ground_truth")
 _NOT_ANSWER = (PROMPT, "problem", "question", "response", "completion")
 Columns = Mapping[str, Any]
@@ -39,7 +39,7 @@ class InvalidReward(Misuse):
 def number(value: Any) -> float:
     """Returns a reward as a float; raises InvalidReward unless it is a finite number, not text that looks like one."""
     try:
-        # numpy's scalars are not floats and its bools not numbers, so anything but text is converted.
+        # Most of numpy's scalars are no Python floats and its bools no numbers, so anything but text is converted.
         reward = None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         reward = None
@@ -126,7 +126,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _by_name(parameters: Mapping[str, inspect.Parameter]) -> tuple[Arguments, Callable[[Any], Reward]] | None:
-    """Returns the arguments of a function that takes them by name, and how to read its result; None for another one."""
+    """Returns how a function that takes named arguments is called, and how its result is read; None for any other."""
     if "completions" in parameters:
         return _batch_arguments, _batch_value
     if "solution_str" in parameters:

@@ -26,8 +26,8 @@ def weighted(names: Sequence[str], functions: Sequence[RewardFn], weights: Seque
     """Returns the weighted sum of several functions, with the reward of each in `Verdict.rewards`.
 
     A function that returns None does not count. If all return None, the reward is 0, as in TRL, and the reason is
-    "not_applicable". Otherwise the reason is the first one that a function gives. With one function of weight 1 its
-    verdict is kept.
+    "not_applicable". Otherwise the reason is the first one that a function gives. With a single function of weight 1,
+    `correct` is that of its verdict; else a sum of at least 1 is correct.
     """
 
     def grade(response: str, answer: str, columns: Columns) -> Verdict:

@@ -30,7 +30,8 @@ def _numbers(text: str) -> list[str]:
 def final_number(response: str) -> str | None:
     r"""Returns the number in the last box of a response, else after the last `####`, else the last of all.
 
-    None where a box or a mark has anything but one number after its last equals sign, as `\boxed{\frac{1}{2}}` has.
+    In a box and after `####` only the text after the last equals sign counts. If it does not have exactly one number,
+    as in `\boxed{\frac{1}{2}}`, the result is None.
     """
     boxed = last_boxed(response)
     if boxed is not None:

@@ -46,8 +46,8 @@ class _Temporary(Exception):
 def score_of(text: str, parser: str) -> float:
     """Returns the number that the parser finds in a judge's answer; JudgeFailed if there is none.
 
-    The parser is a regular expression, whose only group is the number in its last match; or "json:FIELD", the field of
-    the last JSON object in the text that has it.
+    The parser is a regular expression, and the only group of its last match is the number. Or it is "json:FIELD", and
+    the number is this field in the last JSON object of the text that has the field.
     """
     found: Any = None
     if parser.startswith(_JSON):
@@ -68,14 +68,14 @@ def score_of(text: str, parser: str) -> float:
 
 
 class _Answers:
-    """Answers of judges by the hash of all that decides them; a file that several processes may use at a time."""
+    """Answers of judges, by the hash of URL and request, in a file that several processes may use at the same time."""
 
     def __init__(self, path: str | None):
         self._path = path
         self._connection: sqlite3.Connection | None = None
 
     def _open(self) -> sqlite3.Connection | None:
-        # Nothing is written before a command makes its folder, as in a dry run.
+        # Nothing is written while the folder does not exist: a command makes it, but not in a dry run.
         if self._connection is None and self._path is not None and os.path.isdir(os.path.dirname(self._path)):
             self._connection = sqlite3.connect(self._path, timeout=_WAIT_FOR_LOCK_S, isolation_level=None)
             self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
@@ -150,7 +150,7 @@ class _Endpoint:
         return answer
 
     def ask_until(self, body: Mapping[str, Any], deadline: float) -> str:
-        """Returns the text of the answer, after further requests with growing pauses where one fails.
+        """Returns the text of the answer; a request that fails is repeated, with growing pauses.
 
         Raises JudgeFailed where the time is used up, or the endpoint refuses the request.
         """

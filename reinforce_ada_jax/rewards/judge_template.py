@@ -21,7 +21,7 @@ Problem:
 Say in a few sentences what is right and what is wrong. Then end with one line "Score: N", where N is a number from
 {{ lowest }} to {{ highest }}.
 """
-GIVEN = ("response", "answer", "lowest", "highest")  # beside the columns of the problem, which they hide
+GIVEN = ("response", "answer", "lowest", "highest")  # added to the problem's columns; they hide columns of these names
 ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
 _OPTIONAL = ("defined", "undefined", "default", "d")  # tests and filters of names that may be missing
 
@@ -29,8 +29,9 @@ _OPTIONAL = ("defined", "undefined", "default", "d")  # tests and filters of nam
 def checked(setting: str, columns: Collection[str] | None = None) -> str:
     """Returns the text of `judge.template` ("": the default), whose names are `GIVEN` and columns of the problem.
 
-    `columns` None: unknown, so that any may be there. A name that is asked for with `is defined` may be missing. Raises
-    ValueError where the text can't be read, is no template, does not show the response, or uses an unknown name.
+    If `columns` is None, the columns are not known, and any name may be one. A name that is asked for with `is defined`
+    may be missing. Raises ValueError where the text can't be read, is no template, does not show the response, or uses
+    an unknown name.
     """
     text = judge_template(setting)
     if not setting:

@@ -1,6 +1,7 @@
-"""References to grade functions: "module:qualname" or "file.py:function", under which a worker process finds one.
+"""References to grade functions: "module:qualname" or "file.py:function", by which a worker process finds a function.
 
-The parent makes and checks them, only workers load: a user's file could import jax, start threads, or hang.
+The parent makes and checks references; only workers load functions: a user's file could import jax, start threads, or
+hang.
 """
 
 import dataclasses
@@ -81,7 +82,7 @@ def files_hash(path: str) -> str:
 
 
 def judge_template(setting: str) -> str:
-    """Returns the text of `judge.template`: the setting itself where it has a place to fill in, else its file."""
+    """Returns the text of `judge.template`: the setting itself if it contains "{{", else the file that it names."""
     if not setting or "{{" in setting:
         return setting
     try:
@@ -94,7 +95,7 @@ def judge_template(setting: str) -> str:
 
 
 def settings_hash(path: str, judge: str) -> str:
-    """Returns a hash of the user's files in `reward.path` and `judge.template`, "" for none."""
+    """Returns a hash of the files in `reward.path`, or of `judge.template` if there are none; "" without both."""
     template = judge_template(judge)
     return files_hash(path) or (hashlib.sha256(template.encode()).hexdigest()[:16] if template else "")
 

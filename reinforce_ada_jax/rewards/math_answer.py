@@ -1,8 +1,8 @@
 r"""Verifier for mathematics: the last `\boxed{...}` of a response against the reference answer.
 
-Math-Verify compares the answers. `math_text` rewrites first what it misreads, and `math_marks` compares what it drops.
-This module has no limits of time and memory: Math-Verify can run for hours on a tower of powers and crash in C, so
-`grade` belongs in the processes of `rewards.workers`.
+Math-Verify compares the answers. Before that, `math_text` rewrites text that Math-Verify misreads, and `math_marks`
+compares text that Math-Verify drops. This module has no limits of time and memory: Math-Verify can run for hours on a
+tower of powers and crash in C, so `grade` belongs in the processes of `rewards.workers`.
 """
 
 import functools
@@ -86,9 +86,9 @@ def _decimals(prediction: str, answer: str) -> int:
     r"""Returns the number of decimals to which floats are rounded before they are compared.
 
     A decimal stands for an exact reference that rounds to it: against `\frac{2}{3}`, 0.6667 is right, 0.6666 and
-    0.66668 are not. Every number with as many decimals must have `MIN_ROUNDED_DIGITS` significant digits, the
-    prediction must be numbers only (the decimals of `1.2346 \times 10^{-5}` say nothing), and a reference that has
-    decimals is not exact.
+    0.66668 are not. There are three conditions. Every number with the most decimals has `MIN_ROUNDED_DIGITS`
+    significant digits. The prediction consists of numbers only (the decimals of `1.2346 \times 10^{-5}` say nothing).
+    The reference has no decimals, because otherwise it is not exact.
     """
     rest = ASSIGNED_TO.sub("", prediction)
     decimals = [match.group() for match in _DECIMAL.finditer(rest)]
@@ -96,7 +96,8 @@ def _decimals(prediction: str, answer: str) -> int:
         return FLOAT_DECIMALS
     longest = max(len(decimal.rpartition(".")[2]) for decimal in decimals)
     # All numbers are rounded to the same place, so each number that decides the place must obey the rule: otherwise
-    # 1234.5 next to 0.3 would make 0.3 right for 1/3. A number with fewer decimals is compared beyond its last one.
+    # 1234.5 next to 0.3 would make 0.3 right for 1/3. A number with fewer decimals is compared to more decimals than it
+    # has.
     deciding = [decimal for decimal in decimals if len(decimal.rpartition(".")[2]) == longest]
     significant = [len(decimal.replace(",", "").replace(".", "").lstrip("0")) for decimal in deciding]
     return FLOAT_DECIMALS if min(significant) < MIN_ROUNDED_DIGITS else min(longest, FLOAT_DECIMALS)
@@ -108,31 +109,32 @@ def parse(text: str, names: Sequence[str]) -> list[Any]:
     `names` are "latex" (delimited mathematics) and "expression" (bare numbers and sums). Any exception may be raised.
     """
     library = math_verify()
-    # Equal at every call: Math-Verify caches the patterns (0.1 s) of one list of configurations.
+    # The configurations are equal at every call, because Math-Verify caches the patterns (0.1 s) of one list of them.
     configs = {"latex": library.LatexExtractionConfig(), "expression": library.ExprExtractionConfig()}
     return library.parse(text, [configs[name] for name in names], parsing_timeout=None, raise_on_error=True)
 
 
 def _whole(text: str) -> list[Any]:
     """Returns what Math-Verify reads in a whole text."""
-    # A bare answer has to be delimited to be read as LaTeX, and read whole. A box does that, as in verl's scorer.
+    # A bare answer needs delimiters to be read as LaTeX and as a whole. A box does both, as in verl's scorer.
     found = parse(text if _DELIMITED.search(text) else rf"\boxed{{{text}}}", ("latex",))
-    # White space says nothing in what Math-Verify leaves as a text.
+    # White space says nothing in an answer that Math-Verify leaves as a text.
     return [_SPACE_OUTSIDE_NUMBERS.sub("", each) if isinstance(each, str) else each for each in found]
 
 
 def read(text: str) -> list[Any]:
     r"""Returns what Math-Verify reads in an answer, bare or with delimited mathematics (see `parse`).
 
-    Of an equation that it can't read, its right side counts: `\dim V = 5` is 5. Other answers that it can't read are
-    texts: the 5 in `\ge 5` is no answer. With `i` there is a second reading, in which it is the imaginary unit.
+    If Math-Verify can't read an equation, the right side counts: `\dim V = 5` is 5. Other answers that it can't read
+    are texts: the 5 in `\ge 5` is no answer. An answer with `i` has a second reading, in which `i` is the imaginary
+    unit.
     """
     text = normalized(text)
     found = _whole(text)
     if not found or isinstance(found[0], str):
         side = right_side(text)
         found = [*(_whole(side) if side is not None else []), *found]
-    # Its `2i` has another i than its `2 i` and `i`: one is declared real.
+    # Math-Verify reads another symbol i in `2i` than in `2 i` and `i`: one of them is declared real.
     import sympy  # noqa: PLC0415  (after `math_verify`)
 
     real, free = sympy.Symbol("i", real=True), sympy.Symbol("i", real=False)
@@ -155,7 +157,7 @@ def _with_imaginary_unit(found: Any, symbol: Any) -> list[Any]:
 def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
     """Returns reward 1 where Math-Verify finds one (answer, prediction) of `pairs` equal, else 0.
 
-    Reason "error": a comparison failed and none matched. `options` are those of its `verify`.
+    Reason "error": a comparison failed and none matched. `options` are those of Math-Verify's `verify`.
     """
     failed = False
     for pair in pairs:
@@ -168,7 +170,7 @@ def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
 
 
 def _close(sides: tuple[str, str]) -> bool:
-    """Returns True for two numbers within 1 % of each other, and for what is not read as two numbers."""
+    """Returns True for two numbers within 1 % of each other, and also if the sides are not read as two numbers."""
     try:
         left, right = (complex(read(side)[0]) for side in sides)
     except Exception:  # sympy and ANTLR raise any exception on a model's text
@@ -201,10 +203,10 @@ def alternatives(answer: str) -> list[str]:
 def grade(response: str, answer: str) -> Verdict:
     r"""Returns reward 1 where the last `\boxed{...}` of `response` equals `answer` in the sense of Math-Verify, else 0.
 
-    Both are read as LaTeX; `x \in [1, 2]` equals `1 \le x \le 2`. An equation counts as its right side where the other
-    answer is no equation, an inequality never as a number, and an equation of numbers must hold within 1 %. The letter
-    of a choice may precede a value: `\textbf{(C)}\ 5` is also 5, and C. Answers in words are compared as text. Units,
-    bases and halves of the day may be left out, but not differ: `11_2` is not `11_3`, but 11 is either. See
+    Both are read as LaTeX; `x \in [1, 2]` equals `1 \le x \le 2`. An equation counts as its right side if the other
+    answer is no equation. An inequality never counts as a number. An equation of numbers must hold within 1 %. The
+    letter of a choice may precede a value: `\textbf{(C)}\ 5` is also 5, and C. Answers in words are compared as text.
+    Units, bases and halves of the day may be left out, but not differ: `11_2` is not `11_3`, but 11 is either. See
     `math_text.normalized`, `math_text.readings` and `math_marks`.
 
     Args:
@@ -236,7 +238,7 @@ def _compared(boxed: str, answer: str) -> Verdict:
     for same in (same_words(boxed, answer), same_time(boxed, answer)):
         if same is not None:
             return Verdict(same, float(same))
-    # Without the signs, because Math-Verify compares fractions with them otherwise than whole numbers.
+    # Percent signs are removed, because with them Math-Verify compares fractions differently from whole numbers.
     if "%" in boxed and "%" in answer:
         boxed, answer = without_percent(boxed), without_percent(answer)
     decimals = _decimals(normalized(boxed), normalized(answer))

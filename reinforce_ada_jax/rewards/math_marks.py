@@ -1,6 +1,6 @@
 r"""Comparisons of what Math-Verify drops from an answer: words, clock times, units, bases, relations.
 
-Text alone: `math_text` rewrites it, and `math_answer` compares what it evaluates to.
+Only texts are compared here: `math_text` rewrites them, and `math_answer` compares their values.
 """
 
 import itertools
@@ -63,7 +63,7 @@ def _without_fonts(text: str) -> str:
 
 
 def same_words(text: str, other: str) -> bool | None:
-    r"""Returns True where two answers in words are the same text, and None where they are none.
+    r"""Returns whether two answers in words are the same text; None if they are no answers in words.
 
     An answer in words has only letters, with spaces, commas and later digits, and one of the two answers has a word:
     four letters in a run, `ABC`, `Yes`, or letters in `\text` or another font for words. Case, fonts, spaces and
@@ -96,7 +96,7 @@ def _minutes(text: str) -> tuple[set[int], bool] | None:
 
 
 def same_time(text: str, other: str) -> bool | None:
-    """Returns True where two clock times are equal, and None where they are none or neither says a.m. or p.m."""
+    """Returns whether two clock times are equal; None if one is no clock time, or neither says a.m. or p.m."""
     ours, theirs = _minutes(text), _minutes(other)
     if ours is None or theirs is None or not (ours[1] or theirs[1]):
         return None
@@ -104,7 +104,7 @@ def same_time(text: str, other: str) -> bool | None:
 
 
 def _bases(text: str) -> set[int]:
-    """Returns the bases of the numerals in a text that have one."""
+    """Returns the bases in a text, of numerals that have one."""
     return {base for digits, base in numerals(text) if all(int(digit, 36) < base for digit in digits)}
 
 
@@ -146,7 +146,7 @@ def _units(text: str) -> set[tuple[tuple[str, int], ...]]:
     if not all(_known(word) or word in _POWERS or word == "per" for word in words):
         return set()
     found = {tuple(sorted(_unit((match[1] or "") + match[2]).items())) for match in amounts} - {()}
-    # Degrees are those of an angle or of a temperature.
+    # Degrees may be those of an angle or of a temperature.
     return found | {(("C", 1),), (("F", 1),)} if (("degree", 1),) in found else found
 
 
@@ -168,7 +168,7 @@ def equations_of_numbers(text: str) -> list[tuple[str, str]]:
 
 
 def right_side(text: str) -> str | None:
-    r"""Returns what follows the last `=` of an equation with a name on its left, or nothing: 5 for `\dim V = 5`."""
+    r"""Returns the text after the last `=`, 5 for `\dim V = 5`; None unless the left side has a name or is empty."""
     signs = list(_EQUALS.finditer(text))
     left = text[: signs[-1].start()] if signs else ""
     named = not left.strip() or re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", left))

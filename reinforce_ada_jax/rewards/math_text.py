@@ -60,12 +60,12 @@ _FROM_ONE_PERCENT = re.compile(r"\s*[1-9][^%]*%\s*")
 
 
 def _slanted(match: re.Match[str]) -> str:
-    """Returns the letter of an upright constant, apart from a letter before it."""
+    """Returns an upright constant as a plain letter, with a space after a letter that precedes it."""
     return f"{match[1]} {match[2]}" if match[1] else match[2]  # a letter may end a command
 
 
 def _as_fraction(match: re.Match[str]) -> str:
-    """Returns a repeating decimal as a fraction: its digits less those before the period, over 9...90...0."""
+    """Returns a repeating decimal as a fraction: its digits minus those before the period, over 9...90...0."""
     whole, once, period = match[1], match[2], match[3] or match[4]
     numerator = int(whole + once + period) - int((whole + once) or "0")
     return rf"\frac{{{numerator}}}{{{(10 ** len(period) - 1) * 10 ** len(once)}}}"
@@ -152,11 +152,11 @@ def without_percent(text: str) -> str:
 
 
 def readings(text: str, other: str) -> list[str]:
-    r"""Returns the text of an answer, and what else it says beside the text of the other answer.
+    r"""Returns the text of an answer, and its other possible meanings, given the text of the other answer.
 
     - With one `\pm`, perhaps with `\mp`: the two values.
-    - The value behind the letter of a choice that begins it, if `other` has no other letter; and the letter, if `other`
-      is one.
+    - If it begins with the letter of a choice: the value after the letter, unless `other` begins with another one; and
+      the letter, if `other` is a letter alone.
     - A percentage from 1 % on without its sign, if `other` has none.
     - What follows the only `\approx`, if `other` has none.
     """

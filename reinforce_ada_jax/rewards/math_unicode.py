@@ -70,5 +70,5 @@ def as_latex(text: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    """Returns raised or lowered characters on the line."""
+    """Returns the ASCII characters for raised or lowered ones."""
     return "".join((_SUPERSCRIPTS | _SUBSCRIPTS)[character] for character in text)

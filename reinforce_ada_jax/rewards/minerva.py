@@ -68,8 +68,9 @@ def _evaluated(text: str) -> float | None:
 def close(gold: float, prediction: float) -> bool:
     """Returns |gold - prediction| < 0.01 |gold + prediction| / 2: the two differ by less than 1 % of their mean.
 
-    Source: `numeric_equality` with threshold 0.01 (Minerva, arXiv 2206.14858, appendix), which applies it around 0
-    only, and numpy's `isclose` with 1e-5 elsewhere, more digits than the reference answers have.
+    Source: `numeric_equality` with threshold 0.01 (Minerva, arXiv 2206.14858, appendix). There the threshold applies
+    around 0 only. Elsewhere numpy's `isclose` with 1e-5 is used: it asks for more digits than the reference answers
+    have.
     """
     return gold == prediction or abs(gold - prediction) < TOLERANCE * abs(gold + prediction) / 2
 

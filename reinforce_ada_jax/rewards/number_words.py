@@ -12,7 +12,7 @@ _VALUES = {
     **_SCALES,
 }
 _POINT = "point"
-_LONGEST = 4000  # digits; Python reads 4,300, the program's grader fails on more
+_LONGEST = 4000  # digits; Python reads 4,300, and the published program's grader fails on more
 
 
 def _below_a_thousand(words: list[str]) -> int:

@@ -40,7 +40,7 @@ def verdict_to_json(verdict: Verdict, failure: str) -> dict[str, Any]:
 
 
 def verdict_from_json(message: Mapping[str, Any]) -> tuple[Verdict, str]:
-    """Returns the verdict and the failure's traceback of `verdict_to_json`; Malformed where a field is not as there."""
+    """Returns the verdict and the failure's traceback of `verdict_to_json`; Malformed if a field is wrong."""
     rewards = message.get("rewards")
     if not isinstance(message.get("correct"), bool) or not isinstance(rewards, dict):
         raise Malformed

@@ -20,7 +20,7 @@ _BOX_WITHOUT_BRACES = re.compile(r"\\boxed\s+([a-zA-Z0-9]+)")
 
 
 def up_to_closing_brace(text: str) -> str | None:
-    """Returns the text up to the closing brace of a group that it begins inside; None if there is none."""
+    """Returns the text before the brace that closes a group opened before the text; None if there is none."""
     depth = 1
     for brace in re.finditer("[{}]", text):
         depth += 1 if brace.group() == "{" else -1
@@ -59,7 +59,7 @@ def evaluation_box(text: str) -> str:
 
 
 def _as_fraction(read: Any) -> Any:
-    """Returns a percentage as the fraction it is. Math-Verify 0.9.0 takes 48% for 48; 0.8.0, of the runs, does not."""
+    """Returns a percentage as a fraction. Math-Verify 0.9.0 reads 48% as 48; 0.8.0, of the paper's runs, does not."""
     from sympy import Mul, UnevaluatedExpr  # noqa: PLC0415  (loaded by Math-Verify)
 
     if isinstance(read, Mul) and any(isinstance(factor, UnevaluatedExpr) for factor in read.args):

@@ -1,11 +1,11 @@
 r"""Equality of two answers in the published program's Minerva rule: as texts, numbers, lists, equations, expressions.
 
-Expressions are read by sympy's `parse_expr`, then by latex2sympy, in the order of an environment that the program's
-README describes: sympy's own LaTeX parser needs another version of ANTLR and is skipped there.
+Expressions are read by sympy's `parse_expr`, then by latex2sympy, as in the environment that the program's README
+describes. There sympy's own LaTeX parser is skipped, because it needs another version of ANTLR.
 
 `parse_expr` executes what it parses. Here it gets no attributes, no texts and only functions of mathematics, so a
-response cannot run Python; the program has no such limits. A response that calls `simplify` or `open` is graded
-otherwise than by the program.
+response cannot run Python; the program has no such limits. So a response that calls `simplify` or `open` is graded
+differently from the program.
 """
 
 import functools
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 _CHOICES = "ABCDE"
 _MATRIX = re.compile(r"(\\begin\{[pb]matrix\})(.*)\\end\{[pb]matrix\}", re.DOTALL)
 _BRACKETED = re.compile(r"[(\[].+[)\]]")
-# What no answer needs and `parse_expr` would execute: texts, attributes, continued lines.
+# Code that no answer needs and that `parse_expr` would execute: texts, attributes, continued lines.
 _CODE = re.compile(r"""['"\\]|\.[\s\#]*(?![eE][-+]?\d)[^\W\d]""")
 _PLAIN_FUNCTIONS = ("sqrt", "root", "cbrt", "real_root")
 
@@ -50,7 +50,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _names() -> dict[str, Any]:
     """Returns sympy's names for `parse_expr`: classes of expressions and constants; other functions are refused."""
-    math_verify()  # sets what sympy must know before its import
+    math_verify()  # sets variables that sympy reads at its import
     import sympy  # noqa: PLC0415  (a second, which the trainer need not spend)
 
     def safe(value: Any) -> bool:
@@ -93,7 +93,7 @@ def _read(text: str) -> Any:
 
 
 def _expression(read: Any) -> Any:
-    """Returns an expression, as sympy's functions convert arguments: a text that neither parser read is parsed."""
+    """Returns an expression; a text that neither parser read is parsed, as sympy's functions do with arguments."""
     return _parse_python(read, caret_is_power=True) if isinstance(read, str) else read
 
 
@@ -131,7 +131,10 @@ def _is_choice(prediction: str, answer: str) -> bool:
 
 
 def _without_brackets(prediction: str, answer: str) -> tuple[str, str]:
-    """Returns both texts without brackets, in lower case; the square ones stay where only one text has them."""
+    """Returns both texts in lower case, without brackets.
+
+    Square ones go only if brackets are around the prediction, and the answer does not begin with the other kind.
+    """
     square = prediction[:1] == "[" and prediction[-1:] == "]" and not answer.startswith("(")
     round_ = prediction[:1] == "(" and prediction[-1:] == ")" and not answer.startswith("[")
     texts = [text.strip("[]()") if square or round_ else text for text in (prediction, answer)]

@@ -18,7 +18,7 @@ warm_up = math_answer.warm_up
 _LAST_NUMBER = re.compile(r"-?\d*\.?\d+")
 _MINERVA_BEGIN, _MINERVA_END = "final answer is $", "$. I hope"
 
-# Replaced in this order, before and after a unit at the end is removed and number words are read.
+# Replacements, in this order. Between them a unit at the end is removed, and number words are read.
 _LAYOUT = (
     (re.compile(r"\n|\\!"), ""),
     (re.compile(r"\\begin\{array\}\{.*?\}"), r"\\begin{pmatrix}"),
@@ -123,7 +123,7 @@ def grade(response: str, answer: str) -> Verdict:
     """Returns reward 1 where the published program's Minerva rule does: what is `stated` equals `answer`.
 
     Reasons: "no_answer" (no answer is stated, and an empty one is wrong), "too_long" (more than `MAX_BOXED_LENGTH`
-    characters are, which the program does not limit).
+    characters are stated; the program has no limit).
     """
     text = stated(response)
     if len(text) > MAX_BOXED_LENGTH:  # normalising takes time quadratic in it

@@ -1,9 +1,9 @@
 """Reward shaping: decides which graded rewards are correct, and how much the length of a correct response costs.
 
 Only correct responses have a penalty, as in arXiv 2502.04463 and 2505.12284. DAPO (2503.14476, section 3.4), from which
-the shape of the penalty comes, lowers every reward: in a group without a right answer its only signal is then to be
-wrong in fewer tokens. The penalty stays apart from the reward, which measures the outcome alone; advantages.py compares
-it among a prompt's correct responses.
+the shape of the penalty comes, lowers every reward. In a group without a right answer this would only teach to be wrong
+in fewer tokens. The penalty stays apart from the reward, which measures the outcome alone; advantages.py compares it
+among a prompt's correct responses.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Shaping:
     """Rule that turns graded rewards into verdicts."""
 
     positive_threshold: float  # a graded reward above it is correct; a failed verdict never is
-    overlong_tokens: int = 0  # number of tokens before the limit that are penalised, with 1 at the limit
+    overlong_tokens: int = 0  # number of tokens before the limit over which the penalty rises from 0 to 1
     max_response_tokens: int = 0  # the limit
 
     def __call__(self, verdict: Verdict, num_tokens: int) -> Verdict:

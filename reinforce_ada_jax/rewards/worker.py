@@ -1,10 +1,10 @@
 """One verifier process: `python -m reinforce_ada_jax.rewards.worker FD TIME_LIMIT_S GRADERS`.
 
 `rewards.workers` starts and watches it; `rewards.loading` defines references. GRADERS is a JSON list, an entry for each
-grader: {"references", "names", "weights"}; without names the only function grades alone. The process writes on the
-socket (file descriptor FD), one JSON object a line (`protocol`): {"ready": true}, or an error when it cannot start;
-then a verdict for each {"request", "grader", "response", "answer", "columns"} that it receives, until the other end
-closes. `grader` is an index of the list.
+grader: {"references", "names", "weights"}; without names there is one function, whose verdict is not weighted. The
+process writes on the socket (file descriptor FD), one JSON object a line (`protocol`): {"ready": true}, or an error
+when it cannot start; then a verdict for each {"request", "grader", "response", "answer", "columns"} that it receives,
+until the other end closes. `grader` is an index of the list.
 """
 
 import json

@@ -110,14 +110,14 @@ class VerifierPool:
         self._entered = False
 
     def check(self, pair: Pair | None = None) -> Verdict | None:
-        """Starts one worker and ends it, to find functions that can't be used before any expensive work.
+        """Starts one worker and ends it, so that a function that can't be used is found before any expensive work.
 
         `pair` is one to grade, such as a reference answer; its verdict is returned. Raises ValueError where the
         functions can't be loaded (one line says why), and GradingFailed where the grading of the pair failed.
         """
         single = copy.copy(self)
         single.workers, single._workers, single.failure = min(self.workers, 1), [], ""
-        # The message has the error already.
+        # Output of the worker is dropped: the message of the exception has the error already.
         single._program = dataclasses.replace(
             self._program, output=pathlib.Path(os.devnull), trial_limit_s=workers_lib.TRIAL_LIMIT_S + self._time_limit_s
         )
