@@ -24,12 +24,12 @@ class Invalid(Misuse):
     """An environment returned a value that is not allowed."""
 
 
-# Of an environment's messages; chat templates leave others out, or refuse them.
+# Roles of an environment's messages. Chat templates leave out messages of other roles, or refuse them.
 ROLES = ("user", "tool", "system")
 
 
 def messages_of(value: Any, method: str) -> list[Message]:
-    """Returns the messages that a method of an environment returned; Invalid if it is no list of others' messages."""
+    """Returns what a method of an environment returned; Invalid unless it is a list of messages of `ROLES`."""
     if isinstance(value, list | tuple) and value:
         found = [{"role": each["role"], "content": each["content"]} for each in value if is_message(each)]
         if len(found) == len(value):
@@ -54,7 +54,7 @@ def tools_of(environment: Any) -> dict[str, tools_lib.Tool]:
 
 
 def schemas_of(environment: Any) -> list[Any]:
-    """Returns the descriptions of an environment's tools; one that calls its tools itself has `tool_schemas`."""
+    """Returns the descriptions of an environment's tools: `tool_schemas` if the environment calls its tools itself."""
     own = getattr(environment, "tool_schemas", None)
     return [tools_lib.schema(tool) for tool in tools_of(environment).values()] if own is None else list(own)
 

@@ -33,7 +33,7 @@ def _package(name: str) -> pathlib.Path:
     if library is None or library.origin is None:
         raise ValueError(f"{setting}, but verifiers is not installed: pip install 'verifiers>=0.4,<0.5'.")
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
-    if not module.isidentifier():  # of a name with a dot Python would run the package around it
+    if not module.isidentifier():  # for a name with a dot find_spec would run the package before the dot
         raise ValueError(f"{setting}, but {module!r} is no name of a package: name it as in verifiers:owner/my-game@1.")
     its_own = pathlib.Path(library.origin).parent / "v1" / "tasksets" / module / "__init__.py"
     if its_own.exists():
@@ -71,10 +71,10 @@ def load(reference: str) -> type:
 
 
 def named(reference: str) -> tuple[Any, Any]:
-    """Returns what a reference names, and the settings for verifiers if it is an environment of it, otherwise None.
+    """Returns the object that a reference names, and its settings if it is an environment of verifiers, else None.
 
-    An environment of verifiers in a file is a subclass of `Env` or `Taskset`, and its settings are the name of the file
-    as a package; or it is an `EnvConfig`, which is also the settings.
+    In a file, an environment of verifiers is a subclass of `Env` or `Taskset`, or an `EnvConfig`. The settings of a
+    subclass are the file's name, as that of a package; an `EnvConfig` is the settings itself.
     """
     path_name, _, name = reference.rpartition(":")
     if path_name == VERIFIERS:

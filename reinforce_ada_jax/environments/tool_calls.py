@@ -29,13 +29,13 @@ def settled_length(text: str) -> int:
 
 
 def partial_length(text: str, word: str) -> int:
-    """Returns the length of the longest end of a text with which `word` begins, less than the whole word."""
+    """Returns the length of the longest suffix of a text that is a prefix of `word`, but not all of it."""
     most = min(len(text), len(word) - 1)
     return next((length for length in range(most, 0, -1) if text.endswith(word[:length])), 0)
 
 
 def parse_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-    """Returns the text before the calls, and the calls; the whole text and none where they cannot be read.
+    """Returns the text before the calls, and the calls; if these cannot be read, the whole text and no calls.
 
     JSON alone is a call only if it names one of the functions that the request offers, `names`.
     """
@@ -63,6 +63,6 @@ def _call(text: str) -> Call | None:
     try:
         call = Call(value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False))
         "".join(call).encode()
-    except ValueError:  # NaN or 1e999, which Python reads as JSON; half of a character, which JSON can escape
+    except ValueError:  # NaN or 1e999, which Python reads as JSON; half of a surrogate pair, which JSON can escape
         return None
     return call

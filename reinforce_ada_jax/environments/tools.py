@@ -87,7 +87,7 @@ def _of_type(hint: Any) -> dict[str, Any] | None:
 def run(tools: Mapping[str, Tool], call: Call) -> str:
     """Returns the result of a call as text; "error: ..." where the call does not fit, or the tool raises.
 
-    Such an error is the model's, which sees it, and no failure of the environment.
+    Such an error is a mistake of the model, which sees the text. The environment has not failed.
     """
     if call.name not in tools:
         return f"error: there is no tool {call.name!r}"

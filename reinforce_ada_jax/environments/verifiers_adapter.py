@@ -22,9 +22,9 @@ from reinforce_ada_jax.environments.verifiers_agent import Agent, Chat, Tool, to
 
 
 def adapt(settings: Any) -> "type[Environment]":
-    """Returns the class of an environment, from the id of a taskset, an installed package, or from its `EnvConfig`.
+    """Returns the class of an environment, given the id of a taskset (an installed package) or an `EnvConfig`.
 
-    Raises Invalid where the environment needs what is not here: a second model, a container, a program as its agent.
+    Raises Invalid if the environment needs something that is not here: a second model, a container, a program as agent.
     """
     config = vf.resolve_env_config({"taskset": {"id": settings}} if isinstance(settings, str) else settings)
     host = _Host(vf.load_environment(config))
@@ -92,7 +92,7 @@ class Environment:
             self._running.cancel()  # an abandoned episode ends while the loop runs for others
 
     def _advance(self) -> Any:
-        """Runs the episode to its next request, whose messages are returned, or to its end: the reward."""
+        """Runs the episode to its next request and returns the messages, or to its end and returns the reward."""
         asked = self._episode.asked
         self.host.run(asyncio.wait([self._running, asked], return_when=asyncio.FIRST_COMPLETED))
         if self._running.done():
@@ -111,7 +111,7 @@ def _message(wire: Mapping[str, Any]) -> Message:
 
 
 def _plain(wire: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what must stay of a message: role, text and calls."""
+    """Returns the parts of a message that must not change: role, text and calls."""
     calls = [call["function"] for call in wire.get("tool_calls") or ()]
     return wire["role"], wire["content"] or "", [(call["name"], call["arguments"]) for call in calls]
 
@@ -158,7 +158,7 @@ class _Host:
         return self.loop.run_until_complete(awaitable)
 
     async def start(self) -> list[dict[str, Any]]:
-        """Starts what is shared, and returns the schemas of all tools."""
+        """Starts the parts that all episodes share, and returns the schemas of all tools."""
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         self.interception = InterceptionServer()
         self.interception.clients[self.endpoint.model_dump_json()] = self.model
@@ -188,7 +188,7 @@ def _check(environment: "vf.Env") -> None:
     taskset, seats, reasons = environment.taskset, agent_config_fields(environment.config), []
     task_class = type(taskset).task_type()
     bundled = vf.default_harness_id(taskset.config.id)
-    default = "null" if bundled == "bash" else bundled  # "bash" where the package brings none
+    default = "null" if bundled == "bash" else bundled  # "bash" if the package has no harness of its own
     programs = {seat.harness.id if seat.harness else default for seat in seats.values()}
     toolsets = [*taskset.toolsets(taskset.config), *task_class.toolsets(taskset.config.task)]
     if len(seats) > 1:

@@ -2,8 +2,8 @@
 
 `environments.workers` starts and watches it. It writes on the socket (file descriptor FD), one JSON object a line:
 {"ready": true, "tools"}, or an error if it cannot start; then an answer to each request, until the other end closes. A
-request names a problem alone ("reset"), or an episode, whose environment the process has or makes again from the turns
-so far.
+request has only a problem ("reset"), or an episode. If the process does not have the episode's environment, it makes it
+again from the turns so far.
 """
 
 import atexit
@@ -61,7 +61,7 @@ class Worker:
         return Episode(self._class, request["problem"], request["address"])
 
     def _step(self, request: dict[str, Any]) -> Any:
-        """Answers the newest turn; a process without the episode repeats the earlier ones."""
+        """Answers the newest turn; if this process does not have the episode, it first repeats the earlier turns."""
         key = request["key"]
         if request["repeat"]:
             self._episodes[key] = self._new(request)

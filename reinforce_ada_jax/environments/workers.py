@@ -1,8 +1,8 @@
 """Pool of environment processes: episodes take steps during decoding, each step under a wall-clock limit.
 
-Each worker of `isolation.workers` runs `environments.worker`, and has many episodes. One that hangs ends its process.
-The other episodes of this process are made again in the next one: their turns are repeated there, and must be answered
-as before. So a failure touches one trajectory only.
+Each worker of `isolation.workers` runs `environments.worker`, and has many episodes. If an episode hangs, its process
+is killed. The other episodes of this process are made again in the next process: their turns are repeated there, and
+must be answered as before. So a failure touches one trajectory only.
 """
 
 import collections
@@ -37,12 +37,12 @@ class Episode:
 
     key: str  # its name in the pool
     problem: Mapping[str, Any]  # what `reset` gets, as JSON
-    address: Sequence[int]  # of its randomness
+    address: Sequence[int]  # seed of its random generator
     first: Sequence[Message]  # what `reset` must return
     # The model's texts so far, each with the messages that answered it; None: unanswered.
     turns: list[tuple[str, tuple[Message, ...] | None]] = dataclasses.field(default_factory=list)
     worker: Worker | None = None  # answers its turns; None before the first one
-    process: Child | None = None  # of the worker, if it has the environment as it is after the answered turns
+    process: Child | None = None  # process of `worker` whose environment has seen all answered turns; None: none has
 
 
 def _read(message: Mapping[str, Any]) -> Reply | str:
@@ -70,7 +70,7 @@ class EnvironmentPool:
 
     def __init__(self, reference: str, workers: int, timeout_s: float):
         self._timeout_s = timeout_s
-        self.tools: tuple[dict[str, Any], ...] = ()  # descriptions of those that the class has, after `check`
+        self.tools: tuple[dict[str, Any], ...] = ()  # descriptions of the tools of the class; `check` sets them
         self.failure = ""  # the first failure since this was last set to ""
         self.program = Program(  # its output may be changed between requests
             module="reinforce_ada_jax.environments.worker",
@@ -82,12 +82,12 @@ class EnvironmentPool:
         self._lock, self._keys = threading.Lock(), itertools.count()
         self._workers = [Worker(self.program) for _ in range(workers)]
         self._in_turn = itertools.cycle(self._workers)
-        # Keys of episodes that have ended, which the next request tells to their process.
+        # Keys of episodes that have ended; the next request to a worker tells them to its process.
         self._over = {worker: collections.deque[str]() for worker in self._workers}
         self.close = weakref.finalize(self, workers_lib.stop, self._workers)
 
     def check(self) -> None:
-        """Starts one worker, which reads the class; one line of a ValueError says why it is no environment."""
+        """Starts one worker, which loads the class; ValueError, with one line, if the class can't be used."""
         worker = self._workers[0]
         self.program.trial_limit_s = workers_lib.TRIAL_LIMIT_S + self._timeout_s
         try:
@@ -127,7 +127,7 @@ class EnvironmentPool:
             self._over[episode.worker].append(episode.key)
 
     def _ask(self, worker: Worker, episode: Episode) -> Reply:
-        """Returns the answer to the newest turn of an episode, which keeps it, or to `reset` where it has none."""
+        """Returns the answer to an episode's newest turn and stores it there; without a turn, the answer to `reset`."""
         ended = [self._over[worker].popleft() for _ in range(len(self._over[worker]))]
 
         def request(process: Child) -> tuple[dict[str, Any], float]:
