@@ -39,7 +39,7 @@ def decipher(word: str) -> str:
 
 
 def problem_text(word: str) -> str:
-    """Returns the prompt for a word: "." up to the constant length of 6, then "="; 8 tokens with BOS."""
+    """Returns the prompt for a word: the word, padded with "." to 6 characters, then "="; 8 tokens with BOS."""
     return word.ljust(MAX_LENGTH, ".") + "="
 
 

@@ -20,7 +20,8 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.data.turns import following
 from reinforce_ada_jax.types import Prompt
 
-# The first column that a row has is used; a list in `messages` that ends with the assistant's precedes them all.
+# The first of these columns that a row has is used. A list in `messages` that ends with a message of the assistant
+# comes before them all.
 RESPONSE_COLUMNS = ("completion", "response", "solution", "answer")
 
 
@@ -98,11 +99,11 @@ def read(
 ) -> list[Demonstration]:
     """Returns the demonstrations of a source, in its order; none is cut or left out.
 
-    The source is as for `load_problems`, the columns of prompt and response as the user named them, template and chat
-    as for `Tokenizer.render`. A response is counted with its end token. `report` gets a line on what was read. Raises
-    ValueError where a row has no response, or prompts or responses are longer than their limits.
+    The source is as for `load_problems`; `columns` are those of prompt and response that the user named; template and
+    chat are as for `Tokenizer.render`. A response is counted with its end token. `report` gets a line on what was read.
+    Raises ValueError where a row has no response, or prompts or responses are longer than their limits.
     """
-    # Messages have both parts; a text column next to them may have only the first message.
+    # `messages` hold both prompt and response; a text column next to them may have only the first message.
     problems = load_problems(source, Columns(columns.problem, NO_ANSWER, messages_first=True))
     found = [_response(problem, columns) for problem in problems]
     prompts = tokenize(problems, tokenizer, template, max_prompt_tokens, chat)

@@ -33,7 +33,7 @@ def _check_depth(value: Any, depth: int = 0) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the object of (key, value); ValueError where a key comes twice, of which JSON would drop the first."""
+    """Returns the object of (key, value) pairs; ValueError for a repeated key, of which `json` would keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -127,7 +127,7 @@ def _parquet_rows(file: pathlib.Path) -> Iterator[Any]:
     try:
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=1024):
             yield from map(json_values, batch.to_pylist())
-    except (ValueError, OSError) as error:  # pyarrow's errors are both
+    except (ValueError, OSError) as error:  # pyarrow's errors are subclasses of these
         raise ValueError(f"{file} can't be read as Parquet ({error!s:.200}). Write it again.") from error
 
 

@@ -26,8 +26,8 @@ def read_hub(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     """Returns the problems of a data set, in its order.
 
     The source is "hf:NAME", "hf:NAME:SPLIT", "hf:NAME:SUBSET:SPLIT", or the path of a folder; the split is train unless
-    it is named. NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`, or a folder: of
-    files that it reads, or written by `save_to_disk`. `datasets` does not run code of a data set.
+    it is named. NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`; or a folder of
+    files that `datasets` reads, or that `save_to_disk` wrote. `datasets` does not run code of a data set.
     """
     name, which = source, []
     if source.startswith(PREFIX):

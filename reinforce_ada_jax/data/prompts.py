@@ -16,7 +16,8 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.types import Prompt
 
 _CIPHER = "cipher:"
-# A text longer than both is not tokenised: English has 4 characters in a token, code 3.
+# A text is not tokenised if it has more than 100,000 characters and more than 32 for each allowed token. English has 4
+# characters in a token, code 3.
 UNCHECKED_CHARACTERS, CHARACTERS_PER_TOKEN = 100_000, 32
 
 

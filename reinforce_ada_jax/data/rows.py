@@ -16,10 +16,10 @@ from typing import Any
 
 from reinforce_ada_jax.data.problems import LABELS, Origin, Problem, json_hash
 
-# The first column that a row has is used; a list of messages in `prompt` precedes them all. tunix has a rendered prompt
-# in `prompts` in addition to the question; OpenAI's files have `messages`.
+# The first column that a row has is used; a list of messages in `prompt` comes before them all. tunix has a rendered
+# prompt in `prompts` in addition to the question; OpenAI's files have `messages`.
 PROBLEM_COLUMNS = ("problem", "question", "prompt", "prompts", "messages")
-# The answer for a verifier precedes a whole solution, which public sets have beside it: `gt` of RLHFlow's sets,
+# Answers for a verifier come before whole solutions, because public sets have both: `gt` of RLHFlow's sets,
 # `short_answer` of the gsm8k of TFDS, `reference_answer` of OpenAI's files.
 ANSWER_COLUMNS = (
     "reward_model.ground_truth", "gt", "ground_truth", "short_answer", "reference_answer", "answer", "solution",
@@ -183,8 +183,8 @@ def to_problem(
 ) -> Problem:
     """Returns a row, an object with JSON values, as a problem.
 
-    `where` is file and line, with which errors begin; `seen` counts the ids so far. Of two equal ids the second gets
-    "-2"; with `unique_ids` the caller refuses a repeated id of the rows themselves.
+    `where` is file and line, for the beginning of errors; `seen` counts the ids so far. Of two equal ids the second
+    gets "-2". With `unique_ids` this holds only for ids that are made here; the caller refuses a repeated `id` of rows.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: a {type(row).__name__}. One object a line, with a problem and an answer.")

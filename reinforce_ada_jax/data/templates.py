@@ -124,7 +124,7 @@ def _check_attribute(name: Any) -> None:
 class _Counted(visitor.NodeTransformer):
     """Transformer that counts iterations of loops and calls of macros, and checks the size of `a ~ b`.
 
-    It calls attributes of the environment, which the template's own names cannot hide.
+    The calls that it inserts go to attributes of the environment, which the template's own names cannot hide.
     """
 
     def visit_For(self, node):  # noqa: N802  (jinja2's)
@@ -241,7 +241,7 @@ def _raise_exception(message: str) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str, date: datetime.date) -> tuple[_Environment, jinja2.Template]:
-    """Compiles a template, which takes 3 ms, a rendering 0.03 ms; a run renders one template ten thousand times."""
+    """Compiles a template in 3 ms, while a rendering takes 0.03 ms; a run renders one template ten thousand times."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
     environment.filters |= {
         name: _with_bounds(environment.filters[name])
@@ -277,7 +277,7 @@ def render_chat(
 
     Messages have "role" and "content"; `special_tokens` maps "bos_token", ... to their text. Tools that the template
     does not know are described in the system message. Raises jinja2.TemplateError where the template refuses the
-    messages, is invalid, fails, or exceeds the sandbox or its limits.
+    messages, is invalid, fails, or breaks a rule or a limit of the sandbox.
     """
     # As in transformers. Parquet fills fields with None, and templates ask whether a message has "tool_calls".
     filled = [{name: value for name, value in message.items() if value is not None} for message in messages]

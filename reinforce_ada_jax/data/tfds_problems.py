@@ -1,7 +1,7 @@
 """Problems prepared with TensorFlow Datasets. TensorFlow is not needed.
 
-Only array_record files on disk are read: nothing is downloaded, and no builder of the catalogue is made, because it
-tries for minutes without a network. The stock gsm8k is prepared once, where there is a network, by
+Only array_record files on disk are read: nothing is downloaded, and no builder of the catalogue is made, because
+without a network it would retry for minutes. The stock gsm8k is prepared once, where there is a network, by
 
     python -c "import tensorflow_datasets as t, tensorflow_datasets.text; \\
                t.builder('gsm8k', file_format='array_record').download_and_prepare()"

@@ -1,7 +1,7 @@
 """Tokenizer of a Hugging Face folder, and prompts made from problems.
 
-Reads the vocabulary files of a model (`vocabularies`) and the JSON files beside them. There is no AutoTokenizer, which
-may silently replace a custom tokenizer, and no code from the folder except its chat template, in a sandbox
+Reads the vocabulary files of a model (`vocabularies`) and the JSON files beside them. AutoTokenizer is not used,
+because it may silently replace a custom tokenizer. No code of the folder runs except its chat template, in a sandbox
 (`templates`).
 """
 
@@ -81,7 +81,7 @@ class Tokenizer:
                 gguf_tokenizer.write(file, pathlib.Path(written))
                 try:
                     return dataclasses.replace(cls.load(written), folder=folder)
-                except ValueError as error:  # it names a folder that is gone when it is read
+                except ValueError as error:  # its text names a temporary folder, which is gone when the user reads it
                     raise ValueError(str(error).replace(written, str(file))) from error
         vocabulary_file(folder)  # first: a folder without a vocabulary is not a model's
         config = model_files.read_json(folder / "tokenizer_config.json")

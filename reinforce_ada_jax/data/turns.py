@@ -26,8 +26,8 @@ def following(
 ) -> Int32[np.ndarray, " T"]:
     """Returns the tokens between two turns of the model, up to the beginning of the second one.
 
-    `first` are the messages before the first turn, `new` those that answer it. Where the template ends turns with
-    `stop_id`, the token that ended the turn, it is not repeated; None: the turn has no end token yet. Raises ValueError
+    `first` are the messages before the first turn, `new` those that answer it. `stop_id` is the token that ended the
+    turn. If the template ends turns with it, it is not repeated. None: the turn has no end token yet. Raises ValueError
     where there is no template, or it can't render these messages.
     """
     if tokenizer.chat_template is None:

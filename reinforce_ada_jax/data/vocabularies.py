@@ -35,7 +35,7 @@ _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 @contextlib.contextmanager
 def native_errors(message: str) -> Iterator[None]:
-    """Raises ValueError with the message for any error of `tokenizers`, whose panics are not even an Exception."""
+    """Raises ValueError with the message for any error of `tokenizers`, whose panics are no subclass of Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -161,7 +161,7 @@ def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[to
 def _add(
     tokenizer: tokenizers.Tokenizer, tokens: list[tokenizers.AddedToken], ids: list[int], folder: pathlib.Path
 ) -> None:
-    """Adds tokens; ValueError when one does not get its id, the next one after the tokens before it."""
+    """Adds tokens; ValueError if one gets another id than in `ids`. A new token gets the next free id."""
     tokenizer.add_tokens(tokens)
     for token, index in zip(tokens, ids, strict=True):
         given = tokenizer.token_to_id(token.content)
@@ -188,7 +188,8 @@ def _check_ids(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path, config: di
             )
 
 
-# Most letters that the replacements of a tokenizer may make of one; published ones put one for a space.
+# The replacements of a tokenizer may make at most this number of letters of one letter. Published tokenizers replace a
+# space by one letter.
 MAX_EXPANSION = 1000
 
 
@@ -247,7 +248,7 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in printing else next(others)) for byte in range(256)]
 
 
-# All splits of a token are tried. The longest one of Llama 3 has 128 bytes.
+# Most base64 characters of a token, because all of its splits are tried. Llama 3's longest token has 128 bytes.
 MAX_RANK_BYTES = 2048
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
 
@@ -273,8 +274,9 @@ def _ranks(file: pathlib.Path) -> dict[bytes, int]:
 def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     """Returns the tokenizer of a Llama-3 `tokenizer.model`: byte pairs merged by rank, which is the id.
 
-    Two tokens may be merged where the result is a token, the lowest rank first. As a list of merges these are all
-    splits of all tokens, by the token's rank (transformers' TikTokenConverter). 1.6 s for 128,000 tokens.
+    Two tokens may be merged if the result is a token; the result of the lowest rank comes first. So the list of merges
+    has all splits of all tokens, by the token's rank (transformers' TikTokenConverter). It takes 1.6 s for 128,000
+    tokens.
     """
     ranks = _ranks(folder / "tokenizer.model")
     letters = _byte_letters()
