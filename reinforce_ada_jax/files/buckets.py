@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-# A path of a bucket has pathlib.Path's operations, and is a pathlib.PurePath: an epath.Path.
+# A path in a bucket is an epath.Path: it has pathlib.Path's operations, but is a subclass of pathlib.PurePath only.
 if TYPE_CHECKING:
     AnyPath = pathlib.Path
 else:
@@ -33,7 +33,7 @@ Named = pathlib.Path | str
 
 
 class BucketError(OSError):
-    """A bucket can't be read or written, after the repeats of gcsfs or TensorStore."""
+    """A bucket can't be read or written, even after the retries of gcsfs or TensorStore."""
 
 
 def is_bucket(path: object) -> bool:
@@ -52,7 +52,7 @@ def named(text: str) -> Named:
 
 
 def check(name: str, path: object) -> None:
-    """Raises ValueError if a bucket can't be used: the extra is missing, or the URL names none. `name`: of the flag."""
+    """Raises ValueError if the extra is missing, or the URL names no bucket. `name` is the flag, for messages."""
     if not _BUCKET.sub("", str(path)).partition("/")[0]:
         raise ValueError(f"{name} is {str(path)!r}, which names no bucket: gs://BUCKET/NAME.")
     if importlib.util.find_spec("gcsfs") is None:
@@ -61,19 +61,19 @@ def check(name: str, path: object) -> None:
 
 def file_system() -> Any:
     """Returns the file system of gcsfs that epath uses as well; it repeats requests that failed for a moment."""
-    # By default gcsfs asks for the kind of each bucket, through another interface with rights of its own.
+    # By default gcsfs asks for the kind of each bucket, through another interface, which needs rights of its own.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     import fsspec  # noqa: PLC0415
     import fsspec.config  # noqa: PLC0415
 
-    # Other processes write into the same folder: a listing that is kept would hide this.
+    # Other processes write into the same folder: a cached listing would hide this.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return fsspec.filesystem("gcs", finalize_on_close=True)
 
 
 @contextlib.contextmanager
 def reachable(path: object) -> Iterator[None]:
-    """Raises BucketError with the URL and the reason for the errors of gcsfs and TensorStore, whose kinds are many."""
+    """Turns errors of gcsfs and TensorStore, which have many classes, into BucketError with the URL and the reason."""
     try:
         yield
     except BucketError:
@@ -104,7 +104,7 @@ def origin(path: pathlib.Path) -> str:
 
 
 def checkpoints(workdir: pathlib.Path) -> AnyPath:
-    """Returns the folder of a run's checkpoints; that of a local copy is in the bucket itself."""
+    """Returns the folder of a run's checkpoints; for a local copy of a bucket it is the folder in the bucket."""
     named = origin(workdir)
     return path(f"{named}/{CHECKPOINTS}") if is_bucket(named) else workdir.absolute() / CHECKPOINTS
 
@@ -146,8 +146,8 @@ def cache_folder(name: str) -> pathlib.Path:
 def objects(folder: str) -> dict[str, Mapping[str, Any]]:
     """Returns the objects of a folder, or the one object itself, with the bucket's information on each.
 
-    The keys are names relative to the folder; "" for the object that `folder` itself names. A name that would not lie
-    in the copy of the folder is a BucketError.
+    The keys are names relative to the folder; "" for the object that `folder` itself names. Raises BucketError for a
+    name that leads out of the folder.
     """
     with reachable(folder):
         begin = folder.removeprefix("gs://").rstrip("/")

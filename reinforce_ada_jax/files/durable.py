@@ -50,7 +50,7 @@ def sync(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(folder: pathlib.Path) -> Iterator[None]:
-    """Waits until no other process is here for this folder: for a file that is read, changed and written again.
+    """Waits for a lock on a folder and holds it, so that one process at a time reads, changes and writes a file in it.
 
     The lock is the kernel's, on the folder itself, so nothing is left of it after a kill. It does not reach another
     machine's copy of a bucket, and file systems without such locks (some mounted buckets) have none.

@@ -1,7 +1,7 @@
-"""Tokenizer of a GGUF file, as the files that a Hugging Face folder has for it: texts, in the formats of `tokenizers`.
+"""Writes the tokenizer of a GGUF file as the text files of a Hugging Face folder, in the formats of `tokenizers`.
 
-Byte pairs only. A GGUF file names the rule that splits text before bytes are merged (`tokenizer.ggml.pre`); those here
-are the rules of the published tokenizer.json files.
+Only byte-pair tokenizers are supported. A GGUF file names the rule that splits text before bytes are merged
+(`tokenizer.ggml.pre`). The rules here are those of the published tokenizer.json files.
 """
 
 import json
@@ -90,7 +90,7 @@ class _Metadata:
         return value
 
     def first_id(self) -> int | None:
-        """Returns the token that stands before every text, if one does."""
+        """Returns the id of the token that begins every text; None if there is none."""
         # Published Llama 3 files leave the flag out; llama.cpp adds BOS by the rule, and the model was trained with it.
         adds = self._metadata.get("tokenizer.ggml.add_bos_token", self.get("pre") == "llama-bpe")
         if type(adds) is not bool:
@@ -127,7 +127,7 @@ def _tokenizer(metadata: _Metadata) -> tokenizers.Tokenizer:
             )
         if begin is not None:
             begin_with(tokenizer, metadata.tokens[begin])
-    except Exception as error:  # those of `tokenizers` have no kind of their own
+    except Exception as error:  # the errors of `tokenizers` have no class of their own
         raise ValueError(f"its vocabulary and merges are not byte pairs ({error!s:.200})") from error
     return tokenizer
 

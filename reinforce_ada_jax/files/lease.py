@@ -42,7 +42,7 @@ def _is_gone(holder: dict[str, Any]) -> bool:
         os.kill(int(holder["process"]), 0)
     except ProcessLookupError:
         return True
-    except (OSError, KeyError, ValueError, TypeError, OverflowError):  # anybody who may write there chooses it
+    except (OSError, KeyError, ValueError, TypeError, OverflowError):  # any writer of the bucket chooses the content
         pass
     return False
 
@@ -51,7 +51,7 @@ class Lease:
     """The object of a lease, and, while it is held, a thread that renews it."""
 
     def __init__(self, url: str, *, renew_s: float = RENEW_S, stale_s: float = STALE_S):
-        """Opens the bucket of an object that has no holder any more if it is unchanged for `stale_s`."""
+        """Opens the bucket of the object; one that does not change for `stale_s` has no holder any more."""
         import tensorstore  # noqa: PLC0415
 
         folder, self._name = buckets.url(url).rsplit("/", 1)
@@ -116,7 +116,7 @@ class Lease:
 
     def _renew_while_held(self) -> None:
         while not self._end.wait(self._renew_s) and not self._lost:
-            with contextlib.suppress(buckets.BucketError):  # `check` says so, if the time runs out
+            with contextlib.suppress(buckets.BucketError):  # `check` raises the error if the time runs out
                 self._renew()
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from reinforce_ada_jax.files import buckets
 
 UPLOAD_S = 30.0
-SHARE = 0.1  # most of the time that uploads in the background may take
+SHARE = 0.1  # largest share of the time that uploads in the background may take
 _NOT_COPIED = (f"{buckets.CHECKPOINTS}/", "damaged_checkpoints/", "foreign_checkpoints/", "tensorboard/")
 _DATABASE = ".sqlite3"
 _LOCAL = (buckets.ORIGIN, ".partial", f"{_DATABASE}-journal")  # ends of names that are never uploaded
@@ -30,8 +30,8 @@ def _is_wanted(name: str) -> bool:
 
 def _freeze(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copies a file that may grow or be replaced meanwhile; a database as it is between two transactions."""
-    if source.suffix == _DATABASE and source.exists():  # SQLite would make a file that is gone
-        with contextlib.suppress(sqlite3.Error):  # of a file that only has such a name
+    if source.suffix == _DATABASE and source.exists():  # SQLite would create a missing file
+        with contextlib.suppress(sqlite3.Error):  # the file has the name of a database, but is none
             with (
                 contextlib.closing(sqlite3.connect(source)) as live,
                 contextlib.closing(sqlite3.connect(target)) as copy,
@@ -105,12 +105,12 @@ class LocalCopy:
         pause = self._every_s
         while not self._end.wait(pause):
             begin = time.monotonic()
-            with contextlib.suppress(OSError):  # the next one tries again; `upload` and `close` tell
+            with contextlib.suppress(OSError):  # the next upload tries again; `upload` and `close` raise it
                 self.upload()
             pause = max(self._every_s, (time.monotonic() - begin) / SHARE)
 
     def close(self) -> None:
-        """Uploads the last changes and removes the folder, which an error keeps; a second call does nothing."""
+        """Uploads the last changes, then removes the folder, which stays after an error; a second call does nothing."""
         if self._end.is_set():
             return
         self._end.set()

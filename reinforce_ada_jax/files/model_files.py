@@ -1,8 +1,8 @@
 """Files of a model folder, which may come from anybody: every one is opened through the functions here.
 
-A file must be a regular one of bounded size that belongs to the folder. A link may name another file of the folder, or
-one in the cache of Hugging Face that the folder is a snapshot in. Any other link is refused: it could make `export`
-copy a private file, or name a device that never ends.
+A file must be a regular one of bounded size that belongs to the folder. A link may name another file of the folder. If
+the folder is a snapshot in the cache of Hugging Face, a link may name a file of this cache. Any other link is refused:
+it could make `export` copy a private file, or name a device that never ends.
 """
 
 import pathlib
@@ -12,7 +12,7 @@ from typing import Any
 from reinforce_ada_jax.files.durable import json_object
 
 # A tokenizer.json has a few dozen MB. Files that Python parses have a few MB at most (the index of a thousand layers),
-# and take 20 times their size of memory.
+# and need memory of 20 times their size.
 MAX_BYTES, MAX_JSON_BYTES = 64 * 2**20, 16 * 2**20
 _REMEDY = "Copy it again from the model's folder, from where you trust it."
 
