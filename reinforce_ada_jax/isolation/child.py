@@ -17,7 +17,7 @@ from typing import Any
 
 from reinforce_ada_jax.isolation import messages, process_tree
 
-# Time for a child whose socket is closed to end by itself, so that its exit code tells why.
+# A child whose socket is closed has this time to end by itself, so that its exit code tells why it ended.
 END_LIMIT_S = 1.0
 # Ordinary gradings stay below 0.2 GiB of memory; an unlimited factorial takes all there is.
 ADDRESS_SPACE_BYTES = 4 * 2**30
@@ -75,7 +75,7 @@ class Child:
         if self.process.returncode is not None:  # killed before: the number of its group may be in use again
             return
         process_tree.kill_descendants(self.process.pid)
-        # Only `wait` below collects the leader, so its group's number is still its own here. For a group that has ended
+        # Until `wait` below collects the leader, no other group can have its group's number. For a group that has ended
         # Linux raises the first error, macOS the second.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -95,7 +95,8 @@ class Child:
         deadline, poll = time.monotonic() + limit_s, select.poll()
         poll.register(self.connection, select.POLLIN)
         while True:
-            # Also once after the deadline: a process that was stopped may be late to read what came in time.
+            # Polls once after the deadline, too: if this process was suspended, it still reads a message that came in
+            # time.
             left_s = max(0.0, deadline - time.monotonic())
             if poll.poll(1000 * left_s) and (message := self.inbox.read()) is not None:
                 return message
@@ -130,7 +131,7 @@ def _lower(limit: int, value: int) -> None:
 
 
 def confine(address_space_bytes: int, processor_s: int | None = None) -> None:
-    """Limits this process: its memory (on Linux), its processor time; Ctrl-C is the parent's, stdout goes to stderr."""
+    """Limits memory (on Linux) and processor time of this process; it ignores Ctrl-C, and stdout goes to stderr."""
     if sys.platform == "linux":  # macOS refuses to set this limit
         _lower(resource.RLIMIT_AS, address_space_bytes)
     if processor_s is not None:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-# The longest line that a child may send. Its own messages are below it: they cut what may be long.
+# The longest line that a child may send. The messages of a correct child are shorter: it cuts texts that may be long.
 MAX_MESSAGE_BYTES = 2**17
 _READ_BYTES = 2**16
 

@@ -16,7 +16,7 @@ _BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
 _MOUNT_SETATTR, _AT_RECURSIVE, _AT_FDCWD = 442, 0x8000, -100
 _RDONLY, _NOSUID = 1, 2
 _PR_SET_DUMPABLE = 4
-# The new root is mounted here, where no interpreter lies.
+# The new root is mounted here, because no Python is installed there.
 _MOUNT_POINT = "/proc"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")

@@ -1,8 +1,8 @@
-"""All that a child process starts, as one tree that ends with it; Linux only.
+"""Keeps the processes that a child starts in one tree, which ends with the child; Linux only.
 
-A process group is not enough: a process that calls `setsid` leaves it, and one whose parent has ended is init's. So a
-supervisor is between the pool and each worker. It adopts what the worker's processes leave behind
-(PR_SET_CHILD_SUBREAPER), so that `kill_descendants` of the supervisor reaches everything.
+A process group is not enough: a process that calls `setsid` leaves it, and init adopts a process whose parent has
+ended. So a supervisor is between the pool and each worker. It adopts the processes that the worker's processes leave
+behind (PR_SET_CHILD_SUBREAPER), so that `kill_descendants` of the supervisor reaches everything.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# Rounds of `kill_descendants`. A process that forks while it is found needs a second round; if this many are not
-# enough, forks are faster than kills, and only the process group is left.
+# Rounds of `kill_descendants`. A process that forks while it is found needs another round. If this number is not
+# enough, forks are faster than kills, and then only the kill of the process group remains.
 _MAX_ROUNDS = 100
 SUPPORTED = sys.platform == "linux"
 # Signals by which something outside of the pool ends a worker: the system's out-of-memory killer, or a person.
@@ -66,7 +66,7 @@ def adopt() -> None:
 
 
 def wait_for(child: int) -> int:
-    """Collects this process's children until this one has ended, and returns its status; others are adopted ones."""
+    """Collects children that end, adopted ones included, until `child` has ended; returns its status."""
     ended = status = 0
     while ended != child:
         ended, status = os.waitpid(-1, 0)

@@ -5,9 +5,9 @@
     this process -> keeper -> first process of the namespaces -> program
                     (outside)  (inside: its end ends all others)
 
-Where the system allows no namespaces, the program is this process's child. Then limits, the filter of system calls and
-the end of all its processes remain. Where this process is root, the program also has its own user id. `weakness` says
-why there are no namespaces.
+Where the system allows no namespaces, the program is this process's child. It still has the limits and the filter of
+system calls, and all its processes are killed at the end. Where this process is root, the program also has its own user
+id. `weakness` says why there are no namespaces.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-CHANNEL_CLOSED = 3  # exit code of a program whose channel has no other end: the other program's says why
+CHANNEL_CLOSED = 3  # exit code of a program whose channel is closed at the other end; the other program's code says why
 
 
 class SandboxFailed(RuntimeError):
@@ -64,7 +64,7 @@ class Outcome:
     output: bytes
     limit: str  # the limit that ended it ("time", "memory", "output"), or ""
     code: int  # its exit code, or 128 plus the number of the signal that ended it
-    other_code: int = 0  # exit code of the program whose end closed its channel, if that is an error
+    other_code: int = 0  # exit code of the program that closed the channel by its end, if the code is an error
 
 
 # ---- in the child ----------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def _fork_and_keep() -> None:
     child = os.fork()
     if child == 0:
         return
-    os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # so that the end of the outputs is seen
+    os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # else the outputs would never be seen to end
     os._exit(_code(process_tree.wait_for(child)))
 
 
@@ -224,7 +224,7 @@ def _memory_bytes(running: Sequence[_Running], *, with_namespaces: bool) -> int:
 
 
 def _poll(running: Sequence[_Running], limit_s: float) -> None:
-    """Moves what can be moved through the pipes, for at most this time."""
+    """Writes and reads what the pipes take and have; waits for them at most `limit_s` seconds."""
     calls: dict[int, Callable[[], None]] = {}
     poll = select.poll()
     for each in running:

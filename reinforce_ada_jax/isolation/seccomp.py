@@ -1,7 +1,7 @@
 """System calls that a sandboxed program may not make; Linux on x86-64 and 64-bit ARM.
 
-The filter is the second line behind namespaces, and it is all that keeps a program from the network and from signals to
-others where the system allows no namespaces. A refused call fails with EPERM.
+Behind namespaces the filter is a second line of defence. Where the system allows no namespaces, only the filter keeps a
+program from the network and from signals to others. A refused call fails with EPERM.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def _instructions(signals: bool) -> list[tuple[int, int, int, int]]:
         (_LOAD, 0, 0, _NUMBER),
         *([(_AT_LEAST, 0, 1, _X32), refuse] if machine == "x86_64" else []),
         *(part for numbers in refused for part in ((_EQUAL, 0, 1, numbers[column]), refuse)),
-        # Its flags are in memory, where no filter can look; the C library then uses clone().
+        # The flags of clone3() are in memory, where no filter can look. After ENOSYS the C library uses clone().
         (_EQUAL, 0, 1, _CLONE3[column]),
         (_RETURN, 0, 0, _REFUSE | errno.ENOSYS),
         (_EQUAL, 0, 4, _CLONE[column]),

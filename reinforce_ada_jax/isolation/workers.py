@@ -19,17 +19,17 @@ from typing import Any, TypeVar
 
 from reinforce_ada_jax.isolation import child, messages, process_tree
 
-# Importing sympy takes one second on an idle machine. No request pays for it.
+# Importing sympy takes one second on an idle machine. The time limit of a request does not include the start.
 START_LIMIT_S = 120.0
-# Plus the time of a request, this is the limit of a command's first start, of one process: START_LIMIT_S allows three
-# starts, so a file that never ends would hold the command up for six minutes.
+# Limit of the first start that a command makes, of one process, in addition to the time limit of a request. With
+# START_LIMIT_S and its three starts, a file that never ends would hold the command up for six minutes.
 TRIAL_LIMIT_S = 60.0
-# Starts in a row that may end without a message. A worker that can report a traceback fails at once; those that are
-# killed from outside while they start have a limit of their own.
+# Starts in a row that may end without a message. A worker that reports a traceback is not started again. Starts that
+# are killed from outside have a limit of their own.
 MAX_FAILED_STARTS = 3
 MAX_KILLED_STARTS = 20
-# Times that a request is asked if it seems not to be the reason why its worker was lost (`Lost.is_innocent`). It may
-# still have caused a kill for lack of memory.
+# A request is asked at most this number of times if it does not seem to be the reason for the loss of its worker
+# (`Lost.is_innocent`). It may still be the reason: a kill for lack of memory.
 MAX_TRIES = 4
 _CLOSED = "the workers were closed."
 
@@ -68,7 +68,7 @@ class Program:
     refusal: str  # begins the message of a program that says why it cannot start
     # File that gets what workers print; its folder is created. None: stderr. May change between requests.
     output: pathlib.Path | None = None
-    # Time limit of a start that is not repeated where it is exceeded; None: `START_LIMIT_S`, and it is repeated.
+    # Time limit of a start, after which there is no further start; None: `START_LIMIT_S`, with further starts.
     trial_limit_s: float | None = None
     # Starts without a message, and starts that were killed from outside, since a worker was last ready or answered.
     num_failed: int = 0
@@ -101,7 +101,7 @@ class Program:
 
 
 class Worker:
-    """One process, started when it is needed, and its thread, which calls `start` and `ask`; others call the rest."""
+    """One process, started when it is needed, and its thread. Only this thread calls `start`, `ask` and `ask_again`."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -184,7 +184,7 @@ class Worker:
     def ask_again(
         self, request: Callable[[child.Child], tuple[Mapping[str, Any], float]], read: Callable[[Mapping[str, Any]], _T]
     ) -> _T:
-        """Returns what `ask` does; a request that is innocent of a loss is asked again, a few times at most.
+        """Returns what `ask` returns; an innocent request (`Lost`) is asked again, a few times at most.
 
         `request` returns the message for a process, and the time limit of its answer.
         """
@@ -242,7 +242,7 @@ def start_error(message: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def stop(workers: Sequence[Worker]) -> None:
-    """Ends workers, all at a time."""
+    """Ends workers, all at the same time."""
     for worker in workers:
         worker.close()
     for worker in workers:
