@@ -101,16 +101,11 @@ def batch_rows(config: Config, strategy: Strategy, micro_rows: int, rows: int = 
 
 
 def _batch(
-    config: Config,
-    strategy: Strategy,
-    learner: Learner,
-    sequences: Sequence[Example],
-    rows: int,
-    micro_rows: int | None,
+    config: Config, strategy: Strategy, learner: Learner, given: Sequence[Example], rows: int, micro_rows: int | None
 ) -> Batch:
     """Returns a batch of responses in the shapes of a run; with `micro_rows` some may be left out (`make_batch`)."""
     return make_batch(
-        sequences,
+        given,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
         num_rows=rows,
