@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
 from reinforce_ada_jax import user_code
-from reinforce_ada_jax.config import Config, aliases, config_files, nearest, reference, resolve, settings
+from reinforce_ada_jax.config import Config, aliases, config_files, nearest, reference, resolve, settings, with_tuples
 from reinforce_ada_jax.files.buckets import BucketError
 
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. Another is
@@ -298,7 +298,7 @@ def _show_help(section: str, groups: Groups) -> NoReturn:
 def _wrong_type(message: str) -> str:
     """Returns which values a flag takes, for absl's message on a value of another type; "" for other messages."""
     if several := re.fullmatch(r"(?s)flag --([\w.]+)=(.*?): Error while parsing string: .* as tuple\..*", message):
-        return f"--{several[1]} is {several[2]!r}; several values are written as --{several[1]}=\"('a', 'b')\"."
+        return f"--{several[1]} is {several[2]!r}; several values are written as --{several[1]}=A,B."
     found = re.fullmatch(r"flag --([\w.]+)=(.*?): .*(string to float|literal for int|Non-boolean).*", message)
     if not found:
         return ""
@@ -352,6 +352,7 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
     if "config" in flags.FLAGS:
         with user_input():
             arguments, notes = aliases.translate(argv[1:])
+            arguments = with_tuples(arguments)
         # In place, because ml_collections reads sys.argv, which this is. It wants --config before changes of settings.
         argv[1:] = sorted(arguments, key=lambda argument: not re.match("--?config=", argument))
         for note in notes:

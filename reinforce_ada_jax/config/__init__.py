@@ -10,6 +10,7 @@ from reinforce_ada_jax.config.defaults import (
     resolve,
     settings,
     to_json,
+    with_tuples,
 )
 from reinforce_ada_jax.config.resume import (
     DRAWN_WITH,

@@ -33,7 +33,7 @@ _NEVER_CUT = "A longer prompt is an error, never cut."
 _DEVIATION = "The deviation is that of all responses drawn for the prompt."
 _YES_NO = {"True": "True", "true": "True", "False": "False", "false": "False"}
 _CLIP = ("learning.clip_low", "learning.clip_high")
-_TARGETS = "Several are written as \"('q_proj', 'v_proj')\"."
+_TARGETS = "Several are written as q_proj,v_proj."
 
 ALIASES = {
     # ---- TRL and tunix

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import json
 import numbers
+import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
@@ -49,6 +50,19 @@ def defaults() -> ConfigDict:
         return result
 
     return section(Config).lock()
+
+
+def with_tuples(arguments: Sequence[str]) -> list[str]:
+    """Returns arguments in which A,B for a setting of several texts is ('A', 'B'), as flags of tuples are read."""
+    several = {key for key, field in settings() if field.type == tuple[str, ...]}
+
+    def read(argument: str) -> str:
+        found = re.fullmatch(r"--?config\.([\w.]+)=([^(\['\"].*,.*)", argument, re.DOTALL)
+        if found is None or found[1] not in several:
+            return argument
+        return f"--config.{found[1]}={tuple(part.strip() for part in found[2].split(',') if part.strip())}"
+
+    return [*map(read, arguments)]
 
 
 _ACCEPTED: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}

@@ -140,10 +140,9 @@ def read_file(file: str | pathlib.Path, columns: Columns = BY_RULES) -> list[Pro
     if file.exists() and not file.is_file():  # also <(zcat FILE.gz) of a shell
         raise ValueError(f"{file} is a pipe or a device, which can't be read twice: write the rows to a file.")
     if not file.is_file():
-        several = " Several are written as \"('a.jsonl', 'b.jsonl')\"." if "," in str(file) else ""
         raise ValueError(
             f"There is no file {file}: name a JSONL or Parquet file, a folder that `datasets` reads, hf:NAME for a "
-            f"data set of the hub, or cipher:train for the built-in task.{several}"
+            f"data set of the hub, or cipher:train for the built-in task."
         )
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(file.open("rb"))

@@ -546,6 +546,19 @@ def test_json_and_back(file):
     assert config_lib.from_json(config_lib.to_json(valid())) == valid()
 
 
+def test_several_texts_have_commas_between_them():
+    untouched = [
+        "--config.reward.path=a.py:f,b.py:g",
+        "--config.evaluation.graders=('a=math', 'b=gsm8k')",
+        "--workdir=a,b",
+    ]
+    given = ["--config.lora.targets=q_proj, v_proj,", "--config.evaluation.benchmarks=a.jsonl,cipher:heldout"]
+    expected = [
+        "--config.lora.targets=('q_proj', 'v_proj')", "--config.evaluation.benchmarks=('a.jsonl', 'cipher:heldout')",
+    ]  # fmt: skip
+    assert config_lib.with_tuples(given + untouched) == expected + untouched
+
+
 def test_differences_name_exactly_what_differs():
     saved = json.loads(config_lib.to_json(valid()))
     assert resume.differences(valid(), saved) == {}
