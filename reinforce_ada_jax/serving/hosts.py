@@ -1,9 +1,10 @@
 """One server over several processes: process 0 listens, all launch the same windows.
 
-Process 0 has the requests and the schedulers of all replicas. `SharedEngine` looks to its sampler like one engine, and
-sends each process the inputs of that process's replicas. The others run `follow`: they call their engine with these
-inputs, in the order in which process 0 calls its own, and send back the outputs. So all processes launch the same
-programs in the same order, and know nothing of requests. Messages are host memory: an idle server runs no program.
+Process 0 has the requests and the schedulers of all replicas. Its sampler uses a `SharedEngine` as one engine, which
+sends each process the inputs of that process's replicas. The other processes run `follow`: they call their engine with
+these inputs, in the order in which process 0 calls its own, and send back the outputs. So all processes launch the same
+programs in the same order, and only process 0 knows the requests. Messages go from host to host (`processes.send`), so
+an idle server runs no program on the devices.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ IDLE_S = 1.0
 
 
 def to_bytes(action: str, model: int, tree: Any = ()) -> bytes:
-    """Returns a message: what is asked, of which model, with the arrays of a tree."""
+    """Returns a message: an action, the number of the model, and the arrays of a tree."""
     file = io.BytesIO()
     header = np.frombuffer(json.dumps([action, model]).encode(), np.uint8)
     np.savez(file, header, *map(np.asarray, jax.tree.leaves(tree)))
@@ -50,7 +51,7 @@ def from_bytes(data: bytes) -> tuple[str, int, list[np.ndarray]]:
 
 @contextlib.contextmanager
 def ending_all() -> Iterator[None]:
-    """Ends this process after an error, and so all that wait for it: other processes, and clients."""
+    """Ends this process after an error, so that other processes and clients do not wait for it without end."""
     try:
         yield
     except Exception:
@@ -68,7 +69,7 @@ class DeviceThread(threading.Thread):
         self.wake, self._stopping = wake, threading.Event()
 
     def repeat(self, turn: Callable[[], bool]) -> None:
-        """Takes turns, one after the other; waits after one that returns False. An error ends the process."""
+        """Calls `turn` repeatedly; if it returns False, waits for `wake`, at most IDLE_S. An error ends the process."""
         with ending_all():
             while not self._stopping.is_set():
                 self.wake.clear()
@@ -76,7 +77,7 @@ class DeviceThread(threading.Thread):
                     self.wake.wait(IDLE_S)
 
     def stop(self, within_s: float) -> bool:
-        """Ends the thread after the turn that it takes; returns False if that did not end in time."""
+        """Ends the thread after its present turn; returns False if that turn did not end in time."""
         self._stopping.set()
         self.wake.set()
         self.join(within_s)
@@ -84,7 +85,7 @@ class DeviceThread(threading.Thread):
 
 
 class SharedEngine:
-    """Engine of all processes, in process 0: the replicas of process 0 come first, then those of process 1, and on."""
+    """Engine of all processes, used in process 0. Its replicas are in the order of the processes."""
 
     def __init__(self, engine: Engine, model: int):
         self.options = engine.options
@@ -92,7 +93,7 @@ class SharedEngine:
         self._engine, self._model = engine, model
 
     def _ask(self, action: str, of_replicas: Sequence[Any] = ()) -> Sequence[Any]:
-        """Sends each process its part, and returns that of this one."""
+        """Sends each other process its part of `of_replicas`, and returns the part of this process."""
         own = len(of_replicas) // processes.count()
         for process in range(1, processes.count()):
             part = of_replicas[process * own : (process + 1) * own]
@@ -135,7 +136,7 @@ def end() -> None:
 
 
 def follow(engines: Sequence[Engine], loads: Sequence[Callable[[], Params]]) -> None:
-    """Does what process 0 asks for, until it ends; `engines` and `loads` are of the models, in its order."""
+    """Does what process 0 asks for until it calls `end`; `engines` and `loads` are in its order of the models."""
     weights: dict[int, Params] = {}
     states: dict[int, Any] = {}
     windows: dict[int, list[WindowOutputs]] = {}
@@ -149,7 +150,7 @@ def follow(engines: Sequence[Engine], loads: Sequence[Callable[[], Params]]) -> 
         if action == _LOAD:
             weights[model] = engine.decode_weights(loads[model]())
         elif action == _RESET:
-            states.pop(model, None)  # devices seldom have room for two
+            states.pop(model, None)  # frees the old state first: devices seldom have room for two
             states[model], windows[model] = engine.init_decode_state(), []
         elif action == _TERMS:
             states[model] = engine.set_terms(states[model], jax.tree.unflatten(terms[model], leaves))

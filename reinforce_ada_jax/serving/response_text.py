@@ -1,4 +1,4 @@
-"""Texts of responses while their tokens come: stops are cut exactly, and each token keeps its part of the text."""
+"""Text of responses while tokens arrive. It ends exactly before a stop text, and each token keeps its part of it."""
 
 import collections
 import functools
@@ -14,16 +14,16 @@ from reinforce_ada_jax.serving.sampler import Sampled
 
 
 class TextStream:
-    """Text of a response in pieces, which joined are the text of all its tokens.
+    """Text of a response in pieces. Joined, the pieces are the text of all its tokens.
 
-    Decoding token by token would split characters whose UTF-8 spans several tokens, and lose the spaces with which
-    SentencePiece's words begin. So each piece is the difference that new tokens make after the ones before them, and
-    it is held back while it ends in U+FFFD, which stands for an incomplete character.
+    Decoding token by token would split characters whose UTF-8 spans several tokens, and lose the space at the start of
+    SentencePiece's words. So new tokens are decoded together with the tokens of the last piece, and the new piece is
+    the text that they add. It is held back while it ends in U+FFFD, which stands for an incomplete character.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # Tokens of the last piece, which the next one needs before it; then new ones.
+        # Tokens of the last piece, which are decoded again before those of the next piece; then the new tokens.
         self._tokens: list[int] = []
         self._num_shown = 0
 
@@ -50,7 +50,7 @@ class TextStream:
 
 
 class Piece(NamedTuple):
-    """Text that a token adds, where it begins in the whole text, and the token's log-probability when it was drawn."""
+    """Text that a token adds, where it begins in the whole text, and the token with its log-probability when drawn."""
 
     text: str
     begin: int
@@ -60,14 +60,15 @@ class Piece(NamedTuple):
 
 @functools.lru_cache(2**18)
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Returns the text of a token alone; the name of a special one."""
+    """Returns the text of a single token; for a special token, its name."""
     return tokenizer.decode(np.array([token])) or tokenizer.token(token)
 
 
 def prompt_pieces(tokenizer: Tokenizer, tokens: Int[np.ndarray, " T"], given: str | None) -> list[Piece]:
-    """Returns a piece for each token of a prompt, special ones with their names.
+    """Returns a piece for each token of a prompt; the text of a special token is its name.
 
-    Joined, they are the text `given`, if the prompt was one: a BOS that the tokenizer put before it has no text.
+    If the client gave the prompt as a text (`given`), the joined pieces are this text: a BOS that the tokenizer added
+    has the text "".
     """
     stream, texts = TextStream(tokenizer), []
     for token in tokens.tolist():
@@ -81,11 +82,11 @@ def prompt_pieces(tokenizer: Tokenizer, tokens: Int[np.ndarray, " T"], given: st
 
 
 class ResponseText:
-    """Growing text of a response, up to a stop text, and after the text of its prompt if the request wants it.
+    """Growing text of a response, up to a stop text; the text of the prompt comes first if the request wants it.
 
-    `num_tokens` are those generated up to the end of the response, which a stop text or a stop token may be. Joined,
-    the `pieces` are the text: bytes of a character that is not complete belong to the token that completes it. With
-    `keep_end` a token that ends the response comes last.
+    `num_tokens` counts the generated tokens, including those of a stop text and a stop token. Joined, the `pieces` are
+    the text; bytes of an incomplete character belong to the token that completes it. With `keep_end` the token that
+    ended the response has a last piece, whose text is its name.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class ResponseText:
                 self._end = token, logprob
 
     def finish(self) -> None:
-        """Adds what is left of a character that is not complete, and the token that ended the response."""
+        """Adds the bytes of an incomplete last character, and the token that ended the response."""
         rest = "" if self.at_stop_text else self._stream.flush()
         if rest and self._keep_pieces:  # it belongs to the last token
             last = self.pieces.pop()
@@ -154,7 +155,7 @@ class ResponseText:
 
     @property
     def settled_length(self) -> int:
-        """Characters that no stop text can take away any more."""
+        """Number of characters that no later stop text can remove."""
         if self.at_stop_text:
             return len(self.text)
         own = self.text[self._begin :]
@@ -162,9 +163,9 @@ class ResponseText:
 
 
 class TextStops:
-    """The responses of one request as they grow, until one of its stops is in them.
+    """Texts of the responses of one request while they grow; each response ends when its text contains a stop.
 
-    `watch` is that of a `SampleJob`. `end` is called once with the index of a response that has a stop.
+    `watch` is for `SampleJob.watch`. `end` is called once, with its index, for a running response that has a stop.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: Callable[[int], None]):
@@ -175,7 +176,7 @@ class TextStops:
         )
 
     def watch(self, index: int, new: Sampled, ended: bool) -> None:
-        """Ends a response if its new tokens complete a stop; one that has ended is left to `cut`."""
+        """Ends a response if its new tokens complete a stop; if it has ended already, only `cut` is needed."""
         text = self._texts[index]
         if not text.at_stop_text:
             self._parts[index].append(new)

@@ -1,7 +1,8 @@
-"""Sampling for many clients: one engine, and requests as they come.
+"""Sampling for many clients: one engine decodes the requests as they arrive.
 
-Everything but `submit` and `cancel` runs in the thread that owns the devices. A turn submits one decode window for all
-requests and reads the one before it; between turns that thread may do something else.
+Only `submit` and `cancel` may be called from any thread. Everything else runs in the thread that owns the devices. A
+turn submits one decode window for all requests, and reads the window before; between turns this thread may do other
+work.
 """
 
 import collections
@@ -36,7 +37,7 @@ NO_ADAPTER = -1
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Tokens of a response, their log-probabilities, and if a stop ended it."""
+    """Tokens of a response, their log-probabilities, and whether a stop ended the response."""
 
     tokens: Int[np.ndarray, " T"]
     logprobs: Float[np.ndarray, " T"]
@@ -47,8 +48,9 @@ class Sampled:
 class SampleJob:
     """Request for samples.
 
-    `done` is called with the responses, or with what went wrong; a cancelled response has the tokens drawn by then.
-    `watch` is called with the index of a draw and its new tokens, after each window that brought some; True at its end.
+    `done` is called with the responses, or with the error. A cancelled response has the tokens that were drawn until
+    then. After each window with new tokens of a draw, `watch` is called with its index, these tokens, and True if the
+    draw has ended.
     """
 
     id: str
@@ -58,22 +60,22 @@ class SampleJob:
     stop_ids: tuple[int, ...]
     seed: int | None  # the draws are a function of it; None: of the id
     done: Callable[[list[Sampled] | Exception], None]
-    adapter: str = ""  # name of the adapters, as the weights know it
+    adapter: str = ""  # name of the adapters, for `Weights.use`; "": none
     watch: Callable[[int, Sampled, bool], None] | None = None
-    responses: dict[int, Sampled] = dataclasses.field(default_factory=dict)  # those that are there, by draw
+    responses: dict[int, Sampled] = dataclasses.field(default_factory=dict)  # those that have ended, by index
     # Tokens of each draw that `watch` got.
     num_watched: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def prompt_id(self) -> str:
-        """Name of everything that its pages and its stops depend on: requests with the same one share a prefill."""
+        """Name of tokens, stops and adapter together: requests with the same name share a prefill."""
         digest = hashlib.blake2b(np.asarray(self.tokens, np.int32).tobytes(), digest_size=16).hexdigest()
         return f"{digest} {self.stop_ids} {self.adapter}"
 
 
 @runtime_checkable
 class SampledEngine(Protocol):
-    """Engine as a sampler uses it: that of this process, or of several (hosts.py)."""
+    """Engine that a sampler uses: of this process, or of several processes (hosts.py)."""
 
     options: EngineOptions
     replicas: int
@@ -87,17 +89,17 @@ class SampledEngine(Protocol):
 
 
 class Weights:
-    """Weights to decode with; these have no adapters."""
+    """Weights to decode with, without adapters; the subclass in tinker/adapters.py has some."""
 
     def __init__(self, params: Params):
         self.params = params
 
     def use(self, adapter: str, in_use: Collection[str]) -> bool:
-        """Makes adapters ready; returns False while those in use leave no room. ValueError: there are none."""
+        """Makes adapters ready; returns False while adapters in use leave no room. ValueError: none has this name."""
         return True
 
     def place(self, adapter: str) -> int:
-        """Returns where the decode weights have adapters that are ready; `NO_ADAPTER` for none."""
+        """Returns the index of ready adapters in the decode weights; `NO_ADAPTER` for a request without adapters."""
         return NO_ADAPTER
 
 
@@ -119,7 +121,7 @@ class Sampler:
 
     def _reset(self) -> None:
         options = self.engine.options
-        self._state: Any = None  # devices seldom have room for two
+        self._state: Any = None  # frees the old state first: devices seldom have room for two
         self._state = self.engine.init_decode_state()
         self._schedulers = [Scheduler(options, self._adapter_of) for _ in range(self.engine.replicas)]
         self._terms = [default_terms(options) for _ in self._schedulers]
@@ -133,7 +135,7 @@ class Sampler:
         self._waiting.append(job)
 
     def cancel(self, job: SampleJob, index: int | None = None) -> None:
-        """Ends one response of a request, or all of them, from any thread: their slots are free after a window."""
+        """Ends one response of a request, or all (None), from any thread. Their slots are free after a window."""
         self._cancelled.append((job, index))
 
     @property
@@ -142,11 +144,11 @@ class Sampler:
 
     @property
     def num_running(self) -> int:
-        """Responses on the device: in slots, or next for one."""
+        """Number of responses on the device: in slots, or queued there for the next free slot."""
         return sum(len(scheduler.rows.in_flight) for scheduler in self._schedulers)
 
     def warm_up(self) -> None:
-        """Compiles everything that sampling runs: no client waits for the compiler."""
+        """Compiles all programs of sampling, so that no client waits for the compiler."""
         prompt, found = np.zeros(self.engine.options.max_prompt_tokens, np.int32), []
         self.submit(SampleJob("warm up", prompt, 1, SamplingParams(1), (), 0, found.append))
         while self.busy:
@@ -164,9 +166,9 @@ class Sampler:
             if self._previous is not None:
                 self._read(self._previous)
             self._previous = submitted
-        except Exception as error:  # the requests get it; the engine starts again
+        except Exception as error:  # the open requests get the error, and the engine starts again
             jobs = dict.fromkeys(draw.job for draws in self._open.values() for draw in draws.values())
-            traceback.clear_frames(error.__traceback__)  # they have the old state, too
+            traceback.clear_frames(error.__traceback__)  # its frames hold the old state, too
             self._reset()
             for job in jobs:
                 job.done(error)
@@ -196,7 +198,7 @@ class Sampler:
             try:
                 if not self.weights.use(job.adapter, in_use):
                     break
-            except Exception as error:  # of this request alone: it must not stay the first one
+            except Exception as error:  # only this request failed: it must not stay first in the queue
                 self._waiting.popleft().done(error)
                 continue
             self._waiting.popleft()
@@ -264,7 +266,7 @@ class Sampler:
             job.done([job.responses[index] for index in range(job.num_samples)])
 
     def _close(self, scheduler: Scheduler, prompt_id: str) -> None:
-        """Closes a prompt of which no draw is unfinished."""
+        """Closes a prompt if all its draws are finished."""
         if prompt_id in self._open and not self._open[prompt_id]:
             scheduler.close([prompt_id])
             for by_prompt in (self._open, self._prompts, self._num_draws):
@@ -272,7 +274,7 @@ class Sampler:
 
 
 def _watch(request: Request, found: Sampled, ended: bool) -> None:
-    """Passes new tokens to `watch`; an evicted response has fewer tokens for a while, and then the same ones."""
+    """Passes new tokens to `watch`; after an eviction a response has fewer tokens, until it has drawn them again."""
     assert isinstance(request, _Draw)
     job, index = request.job, request.index
     begin = job.num_watched[index]

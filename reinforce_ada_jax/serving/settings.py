@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 
 
-# Flags of some interfaces only, by their heading in `--help`.
+# Flags that only some interfaces have, by their heading in `--help`.
 INTERFACES = {
     "Flags of --api=openai": ("replicas", "tensor"),
     "Flags of --api=openai and --api=grpc": ("greedy", "temperature", "top_k", "top_p"),
@@ -139,7 +139,7 @@ class ServerSettings:
             )
 
     def model_folders(self) -> dict[str, str]:
-        """Returns the folder of each model that an HTTP server has, by its name; a folder's own if it has no other."""
+        """Returns {name: folder} of the models of an HTTP server; a folder without NAME= is its own name."""
         found: dict[str, str] = {}
         for entry in self.model.split(","):
             name, _, folder = entry.partition("=") if "=" in entry else (entry, "", entry)

@@ -20,8 +20,8 @@ REMEDY = (
     "bring TensorFlow) and `pip install 'reinforce_ada_jax[serve]'`."
 )
 
-# JetStream puts a tokenizer's `bos_id` before every token request. Some models have none, and if there is one, the
-# client's tokens include it. `JetStreamEngine.prefill` removes this id again.
+# JetStream puts the tokenizer's `bos_id` before every token request. But some models have no BOS, and for others the
+# client's tokens include it. So the tokenizer has this id, and `JetStreamEngine.prefill` removes it again.
 NO_TOKEN = -1
 
 
@@ -50,10 +50,10 @@ def protocol() -> tuple[types.ModuleType, types.ModuleType]:
 
 
 def _survive_idling(driver: type) -> None:
-    """Starts the generate thread again where it would die, and kill the process, because no slot is active.
+    """Restarts the generate thread when it would die, and kill the process, because no slot is active.
 
-    It checks that a slot is taken, and a moment later asserts it again; when the detokenize thread frees the last one
-    in between, the assertion fails (3 times in 300 bursts of up to 11 short requests on 3 slots). No request is
+    The thread checks that a slot is taken, and a moment later asserts it again. If the detokenize thread frees the last
+    slot in between, the assertion fails (3 times in 300 bursts of up to 11 short requests on 3 slots). No request is
     running then, so nothing is lost with the thread's decode state.
     """
     generate_thread = driver._generate_thread

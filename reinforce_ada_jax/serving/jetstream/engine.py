@@ -15,13 +15,13 @@ from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.state import DecodeState, Prefix, SamplingParams
 from reinforce_ada_jax.serving import jetstream
 
-# Responses served draw from a stream of their own, numbered as they come.
+# First word of the addresses of served responses; the last word numbers them in the order of their start.
 SERVED_STREAM = 2**32 - 1
 _engine_api, _tokenizer_api = jetstream.load("engine.engine_api"), jetstream.load("engine.tokenizer_api")
 
 
 class ServedTokenizer(_tokenizer_api.Tokenizer):
-    """JetStream's interface to a tokenizer. Text is encoded as it is: a chat template is the client's."""
+    """JetStream's interface to a tokenizer. Text is encoded as it is: the client applies a chat template."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class JetStreamEngine(_engine_api.Engine):
         return self.engine.init_decode_state()
 
     def load_params(self, params: Params) -> Params:
-        """Returns the weights as decoding wants them; `policy.huggingface.load` reads the folder."""
+        """Returns the weights in the form for decoding; `policy.huggingface.load` reads the folder."""
         return self.engine.decode_weights(params)
 
     def prefill(

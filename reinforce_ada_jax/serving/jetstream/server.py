@@ -28,7 +28,7 @@ STATUS_EVERY_S = 10.0
 
 
 def warm_up(engine: JetStreamEngine, params: Params) -> None:
-    """Compiles what serving runs, one prefill for each bucket of lengths: no client waits for the compiler."""
+    """Compiles all programs of serving, a prefill for each bucket of lengths: no client waits for the compiler."""
     state = engine.init_decode_state()
     for bucket in buckets(engine.engine.options.max_prompt_tokens):
         prefix = engine.prefill(params=params, padded_tokens=np.zeros(bucket, np.int32), true_length=1)
@@ -62,7 +62,7 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
 
 
 async def print_status(servicer: servicer_lib.Servicer) -> None:
-    """Prints a line every ten seconds, if something happened in them."""
+    """Prints a line every ten seconds, if the counts have changed."""
     before, tokens = None, 0
     while True:
         await asyncio.sleep(STATUS_EVERY_S)
@@ -105,7 +105,7 @@ async def serve(
         ready(functools.cache(functools.partial(print, file=sys.stderr, flush=True)))  # each text once
     warm_up(engine, params)
     driver = jetstream.orchestrator().Driver(
-        # One engine for both: prefills wait for slots, so no more than a few prefixes are in memory.
+        # One engine prefills and decodes: prefills wait for slots, so only a few prefixes are in memory.
         [engine], [engine], [params], [params], interleaved_mode=True, jax_padding=False,
     )  # fmt: skip
     servicer = servicer_lib.Servicer(driver, engine.engine, engine.tokenizer, settings)
@@ -118,10 +118,10 @@ async def serve(
     status.cancel()
     unanswered = servicer.running + servicer.waiting
     ending = asyncio.create_task(server.stop(settings.grace_s))
-    await asyncio.sleep(0)  # it has begun: no new call is accepted once this is printed
+    await asyncio.sleep(0)  # lets the stop begin: after the next line is printed, no new call is accepted
     if unanswered:
         print(f"stopping    {settings.grace_s:g} s are left for requests not yet answered: {unanswered}", flush=True)
     await ending
-    # In a thread, so that a second signal is noticed; and before this loop closes, into which the Driver calls.
+    # In a thread, so that a second signal is noticed; before the event loop closes, because the Driver calls into it.
     await asyncio.to_thread(driver.stop)
     print(f"stopped     {servicer.counts.answered:,} answered, {servicer.counts.tokens:,} tokens", flush=True)

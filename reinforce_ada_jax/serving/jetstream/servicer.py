@@ -1,12 +1,12 @@
 """JetStream's gRPC service over its Driver: it checks requests, queues them, and sends tokens as they are decoded.
 
 JetStream's own servicer passes every request to the Driver's threads, which kill the process when one is invalid. It
-lets any number of requests wait, decodes on for clients that have hung up, and splits characters that span tokens. So
-only the Driver is used here, and an invalid request never reaches it.
+lets any number of requests wait, continues to decode for clients that have hung up, and splits characters that span
+tokens. So only the Driver is used here, and an invalid request never reaches it.
 
-gRPC's own limit of calls counts a call whose request never arrives, and refuses health checks along with it. So the
-methods are registered as streams of requests, although each has one: on the wire it is the same, and their handlers run
-before the request has arrived.
+gRPC's own limit of calls also counts calls whose request never arrives, and it refuses health checks, too. So the calls
+are counted here: the methods are registered as streams of requests, although each call has one request. The bytes on
+the wire are the same, and the handlers run before the request has arrived.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ pb2, _ = jetstream.protocol()
 PREFILLED = 2
 # Calls beyond those that decode or wait: their requests are on the way, or are refused with a reason.
 REFUSED_CALLS = 64
-# The text of a token is seldom longer; ids are 5 bytes at most.
+# The text of a token seldom has more bytes; a token id has at most 5.
 BYTES_PER_TOKEN = 64
 # Metadata that a client, a proxy or tracing adds to any call. All other metadata is refused.
 HARMLESS_METADATA = ("user-agent", "grpc-", "x-", "traceparent", "tracestate")
-# JetStream puts no BOS before tokens of a request with a history, and does nothing else about it.
+# History of a request: JetStream then puts no BOS before its tokens, and uses the history for nothing else.
 TOKENS_AS_THEY_ARE = "no BOS"
 
 
 @dataclasses.dataclass
 class Counts:
-    """Numbers of calls by their end, and of tokens sent."""
+    """Numbers of calls, by how they ended, and of tokens sent."""
 
     answered: int = 0
     refused: int = 0
@@ -100,7 +100,7 @@ class Servicer:
         """Ends a call that is not answered, with the reason."""
         self.counts.refused += 1
         await context.abort(code, why)
-        raise AssertionError("abort raises")  # which its annotations do not say
+        raise AssertionError("abort raises")  # its annotations do not say so
 
     def _prompt(self, request: Any) -> np.ndarray:
         """Returns int32[T], the tokens of a request: text is encoded as it is, without a chat template."""
@@ -115,7 +115,7 @@ class Servicer:
         return tokens
 
     async def _accept(self, request: Any, context: grpc.aio.ServicerContext) -> np.ndarray:
-        """Returns the prompt's tokens when the Driver may have them; or ends the call with the reason for a refusal."""
+        """Returns the prompt's tokens as soon as the Driver may have them, or ends the call with a reason."""
         try:
             check_supported(request, tuple(context.invocation_metadata() or ()))
             prompt = await asyncio.to_thread(self._prompt, request)
@@ -153,7 +153,7 @@ class Servicer:
         self._turns.release()
 
     async def _answer(self, prompt: np.ndarray, request: Any, context: grpc.aio.ServicerContext) -> None:
-        # The Driver says when the slot is free: a client that hangs up and calls again gets no second one before.
+        # The Driver reports that the slot is free. Before, a client that hangs up and calls again gets no second slot.
         channel = _Channel(self._turn_over)
         self.running += 1
         active = jetstream.orchestrator().ActiveRequest(
@@ -161,21 +161,21 @@ class Servicer:
             return_channel=channel,
             prefill_content=prompt,
             history_path=TOKENS_AS_THEY_ARE,
-            is_client_side_tokenization=True,  # its detokenisation, of one token at a time, is left out
+            is_client_side_tokenization=True,  # skips JetStream's own detokenisation, of one token at a time
         )
         self._driver.place_request_on_prefill_queue(active)
         text = TextStream(self._tokenizer) if request.WhichOneof("content") == "text_content" else None
         count = 0
         try:
             while count < request.max_tokens and (token_ids := await channel.results.get()) is not None:
-                if token_ids:  # a stop token is none
+                if token_ids:  # empty for a stop token
                     count += len(token_ids)
                     self.counts.tokens += len(token_ids)
                     await self._write(context, text.add(token_ids) if text else "", token_ids)
             if text and (rest := text.flush()):
                 await self._write(context, rest, [])
         finally:
-            # What is still decoded is beyond this limit, so that the Driver frees the slot.
+            # A further token is then beyond the limit, and the Driver frees the slot.
             active.max_tokens = 0
         context.set_trailing_metadata((("finish", "length" if count == request.max_tokens else "stop"),))
         self.counts.answered += 1
@@ -186,7 +186,7 @@ class Servicer:
         await context.write(pb2.DecodeResponse(stream_content=pb2.DecodeResponse.StreamContent(samples=samples)))
 
     async def decode(self, _: Any, context: grpc.aio.ServicerContext) -> None:
-        """Reads the request of a `Decode` call within its time, where the call may be open, and answers it."""
+        """Answers a `Decode` call if not too many calls are open, and if its request arrives in time."""
         peer, exhausted = context.peer().rpartition(":")[0], grpc.StatusCode.RESOURCE_EXHAUSTED  # without the port
         if self._open[peer] >= self._settings.peer_calls:
             why = (
@@ -220,7 +220,7 @@ class Servicer:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, why)
 
     async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
-        """Reports if the Driver's threads are running, however many calls are open; its request has no content."""
+        """Reports whether the Driver's threads run, for any number of open calls; its request has no content."""
         return pb2.HealthCheckResponse(is_live=self._driver.live)
 
     def add_to(self, server: grpc.aio.Server) -> None:

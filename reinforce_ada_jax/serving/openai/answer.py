@@ -15,7 +15,7 @@ from reinforce_ada_jax.serving.openai.call import Call, Choice
 from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionRequest
 from reinforce_ada_jax.serving.response_text import token_text
 
-# A log-probability that is not finite, which JSON lacks: OpenAI's number for the same.
+# Number for log-probabilities that are not finite, as in OpenAI's answers: JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 Made = TypeVar("Made")
 
@@ -24,7 +24,7 @@ class Answer:
     """Answer to one request; `call` has its responses."""
 
     def __init__(self, asked: CompletionRequest | ChatRequest, call: Call, executor: Executor):
-        """`executor` makes what takes too long for the event loop."""
+        """`executor` runs work that takes too long for the event loop."""
         self._asked, self._call, self._executor = asked, call, executor
         self._is_chat = isinstance(asked, ChatRequest)
         offered = asked.offered_tools if isinstance(asked, ChatRequest) else []
@@ -47,9 +47,9 @@ class Answer:
         return text, calls, "tool_calls" if calls else choice.finish_reason
 
     def _logprob(self, choice: Choice, index: int) -> tuple[float | None, list[tuple[str, float]] | None]:
-        """Returns the log-probability of a piece's token, and the most probable tokens in its place with theirs.
+        """Returns the log-probability of a piece's token, and the most probable tokens at its position with theirs.
 
-        Both are None for the first token of a prompt. Without scores the most probable token is the piece's own: at
+        Both are None for the first token of a prompt. Without scores, the piece's token is the most probable one: at
         temperature 0 the sampler draws it.
         """
         piece, scores, count = choice.text.pieces[index], choice.scores, self._asked.num_top_logprobs
@@ -85,7 +85,7 @@ class Answer:
         }
 
     async def made(self, make: Callable[[], Made]) -> Made:
-        """Returns what `make` returns; with scores, which take long, it does not run in the event loop."""
+        """Returns the result of `make`; with scores, which take long, it runs outside of the event loop."""
         if not self._call.terms.scored:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._executor, make)
@@ -110,7 +110,7 @@ class Answer:
     # ---- streams -------------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[str]:
-        """Yields the events of a stream; what has not ended is cancelled when the client closes it."""
+        """Yields the events of a stream; when the client closes it, responses that have not ended are cancelled."""
         call = self._call
         try:
             if self._is_chat:
@@ -122,7 +122,7 @@ class Answer:
             if self._asked.includes_usage:
                 yield _event([self._frame(self._kind, []) | {"usage": self._usage()}])
             yield "data: [DONE]\n\n"
-        except Exception as error:  # the sampler's, or the end of the server; the status is sent already
+        except Exception as error:  # of the sampler, or because the server ends; the status has been sent already
             refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error!s:.300}")
             yield _event([protocol.error_body(refusal)])
         finally:
@@ -133,7 +133,7 @@ class Answer:
         return "chat.completion.chunk" if self._is_chat else "text_completion"
 
     def _next_event(self) -> str:
-        """Returns what has not been sent of all responses; "" if there is nothing."""
+        """Returns an event with the unsent parts of all responses; "" if there are none."""
         return _event([chunk for choice in self._call.choices if not choice.is_sent for chunk in self._new(choice)])
 
     def _chunk(
@@ -145,7 +145,7 @@ class Answer:
         return frame | {"usage": None} if self._asked.includes_usage else frame
 
     def _new(self, choice: Choice) -> list[dict[str, Any]]:
-        """Returns the chunks of one response that have not been sent; one that is scored is sent as a whole."""
+        """Returns the unsent chunks of one response; a response with scores is sent as a whole."""
         calls, reason = [], None
         num_pieces = len(choice.text.pieces)
         if choice.finish_reason:
@@ -186,7 +186,7 @@ def _by_text(pairs: Sequence[tuple[str, float | None]]) -> dict[str, float | Non
 
 
 def _chat_token(text: str, logprob: float | None) -> dict[str, Any]:
-    """Returns a token of chats; the bytes of a part of a character are not known."""
+    """Returns a token in the format of chats; `bytes` is None for a part of a character."""
     return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 

@@ -28,9 +28,9 @@ from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionReq
 from reinforce_ada_jax.serving.response_text import prompt_pieces
 from reinforce_ada_jax.serving.settings import ServerSettings
 
-# The text of a token is seldom longer: a prompt with more bytes is refused before it is encoded.
+# The text of a token is seldom longer: a prompt with more characters a token is refused before it is encoded.
 BYTES_PER_TOKEN = 64
-# Values in the JSON of a request, such as the tokens of its prompts. The event loop parses them in 0.3 s.
+# Most values in the JSON of a request, such as the tokens of its prompts. The event loop parses them in 0.3 s.
 MAX_VALUES = 300_000
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[[Request], Awaitable[Response]]
@@ -40,9 +40,9 @@ class App:
     def __init__(self, settings: ServerSettings, models: Sequence[Served], wake: threading.Event):
         """`wake` is set when there is something to sample."""
         self.settings, self.models = settings, {each.name: each for each in models}
-        self._wake, self.num_open = wake, 0  # responses that are not finished
+        self._wake, self.num_open = wake, 0  # num_open: responses that are not finished
         self.metrics = Metrics(self._num_running, lambda: self.num_open)
-        self.backends: dict[str, Backend] = {}  # of each model; requests are answered when they are there
+        self.backends: dict[str, Backend] = {}  # by model; empty until the models are loaded
         self._num_requests = 0
         self._calls: set[Call] = set()
         self._is_ending = False
@@ -87,7 +87,7 @@ class App:
         return Starlette(routes=routes, exception_handlers={HTTPException: no_route})
 
     def _guarded(self, handler: Handler, endpoint: str = "") -> Handler:
-        """Refuses requests without the key, and answers errors; an `endpoint` needs the models, and is counted."""
+        """Returns a handler that checks the key and answers errors; an `endpoint` needs models, and is counted."""
 
         async def answer(request: Request) -> Response:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -174,7 +174,7 @@ class App:
 
     async def _body(self, request: Request) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            # A page of another site could make a browser send anything else.
+            # A page of another web site can make a browser send other content types.
             raise Refusal(415, "send the header Content-Type: application/json.")
         body = await self._bodies.read(request, self.settings.request_mib * 2**20, self.settings.request_s)
         check_json_values(body, MAX_VALUES)

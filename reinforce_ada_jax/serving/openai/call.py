@@ -1,6 +1,6 @@
-"""One request on its way: its responses in the sampler, their texts and scores, and an event for each change.
+"""A request while it is answered: its responses in the sampler, their texts and scores, and an event for each change.
 
-Everything runs in the event loop, except what the sampler and the scorer call: that passes their results to the loop.
+Everything runs in the event loop, except the functions that sampler and scorer call: these pass results to the loop.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ class PromptText(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class Choice:
     index: int  # in the answer
-    job: SampleJob  # draws it, and others of its prompt
+    job: SampleJob  # draws this choice, and the others of its prompt
     draw: int  # its number in the job
     text: ResponseText
-    finish_reason: str = ""  # "stop", "length" or "cancelled"; "" before it has ended and, if asked for, is scored
+    finish_reason: str = ""  # "stop", "length" or "cancelled"; "" until it has ended and has its scores, if requested
     score_job: ScoreJob | None = None
     scores: Scores | None = None  # of each piece of the text
     # How much of the text a stream has sent.
@@ -57,9 +57,9 @@ class Terms:
     seed: int | None  # None: the name of the request decides
     stops: tuple[str, ...]  # texts that end a response
     keep_pieces: bool  # the answer shows tokens
-    keep_end: bool = False  # and the token that ended a response
-    scored: bool = False  # the sampler's log-probabilities are not enough
-    draws: bool = True  # False for prompts alone
+    keep_end: bool = False  # the answer also shows the token that ended a response
+    scored: bool = False  # the scorer is needed: the sampler's log-probabilities are not enough
+    draws: bool = True  # False: the answer has only the prompts
 
 
 class Call:
@@ -79,7 +79,7 @@ class Call:
         on_end: Callable[[int], None],
     ):
         self.created = time.time()
-        self.error: Exception | None = None  # of the sampler
+        self.error: Exception | None = None  # of sampler or scorer, or that the server ends
         self.first_token_s: float | None = None
         self.num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.terms, self.tokenizer, self._backend = terms, tokenizer, backend
@@ -99,7 +99,7 @@ class Call:
                 self.choices.append(Choice(len(self.choices), job, draw, text))
 
     def submit(self) -> None:
-        """Queues the responses; wake the thread of the devices after it."""
+        """Queues the responses; the caller must then wake the thread of the devices."""
         if self.terms.draws:
             for job in dict.fromkeys(choice.job for choice in self.choices):
                 self._backend.sampler.submit(job)
@@ -142,7 +142,7 @@ class Call:
         self._changed.set()
 
     def _drawn(self, choice: Choice, reason: str) -> None:
-        """Ends a response that has all its tokens, or has it scored first."""
+        """Ends a response that has all its tokens; if scores are needed, they are computed first."""
         pieces = choice.text.pieces
         if not self.terms.scored or not pieces:
             self._end(choice, reason)
@@ -189,7 +189,7 @@ class Call:
         return time.monotonic() - self._begun
 
     async def changed(self) -> None:
-        """Waits for new tokens, or for an end; raises what went wrong in the sampler."""
+        """Waits for new tokens, or for the end of a response; raises `error`."""
         await self._changed.wait()
         self._changed.clear()
         if self.error is not None:
@@ -201,7 +201,7 @@ class Call:
             await self.changed()
 
     def cancel(self) -> None:
-        """Ends what has not ended: the slots are free after a window."""
+        """Ends the responses that have not ended; their slots are free after a window."""
         self._changed.set()
         for choice in self.choices:
             if not choice.finish_reason:

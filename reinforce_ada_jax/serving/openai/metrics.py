@@ -12,7 +12,7 @@ class Metrics:
     """Counters of one server, in a registry of its own."""
 
     def __init__(self, num_running: Callable[[], float], num_open: Callable[[], float]):
-        """`num_running` returns the responses on the device, `num_open` all that are not finished."""
+        """`num_running` returns the number of responses on the device, `num_open` that of all unfinished ones."""
         self.registry = CollectorRegistry()
         own: dict[str, Any] = {"namespace": "reinforce_ada", "registry": self.registry}
         timed: dict[str, Any] = own | {"buckets": SECONDS}

@@ -1,6 +1,6 @@
 """Requests of OpenAI's interface, and the errors in its format.
 
-A field that would change the answer and that this server does not have is refused, never ignored.
+If this server does not support a field that would change the answer, it refuses the request.
 """
 
 import json
@@ -25,9 +25,9 @@ ERRORS = {
     500: ("server_error", "internal_error"),
     503: ("server_error", "not_ready"),
 }
-# Names of types in the places that pydantic reports.
+# Names of types that pydantic adds to the location of an error.
 TYPES = ("str", "int", "constrained-str")
-# Refused for now only: a client may send the same again.
+# Statuses of temporary refusals: a client may send the same request again.
 RETRIED = (429, 503)
 
 
@@ -57,7 +57,7 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
 
 
 def _only(*values: Any) -> AfterValidator:
-    """Returns the check of a field that may be there with values that change nothing."""
+    """Returns the check of an unsupported field, which may have only values that change nothing."""
 
     def check(value: Any) -> Any:
         if value not in values:
@@ -131,7 +131,7 @@ class CompletionRequest(Request):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Most probable tokens beside each token; None where no log-probabilities are asked for."""
+        """Number of most probable tokens for each token; None if no log-probabilities are requested."""
         return self.logprobs
 
 
@@ -141,7 +141,7 @@ class TextPart(BaseModel, extra="forbid", strict=True):
 
 
 class FunctionCall(BaseModel, strict=True):
-    """A call that the model made; the arguments are a text of JSON, and here its value, as templates take it."""
+    """A call that the model made. Its arguments arrive as JSON text; here they are parsed, as templates need them."""
 
     name: str
     arguments: pydantic.Json[Any]
@@ -153,7 +153,7 @@ class ToolCall(BaseModel, strict=True):
     function: FunctionCall
 
 
-class Message(BaseModel, extra="ignore", strict=True):  # clients send back what they were answered
+class Message(BaseModel, extra="ignore", strict=True):  # clients send the server's answers back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[TextPart] | None = None
     name: str | None = None

@@ -1,7 +1,7 @@
 """Scores of finished texts for many clients: one micro-batch between two decode windows.
 
-Windows do not change for requests that ask for no scores. They wait for one micro-batch of others at most, and for no
-compiler: a new shape is compiled in a thread of its own.
+Decode windows are the same with and without scores. A request without scores waits between two windows for at most one
+micro-batch of others, and never for the compiler: a new shape is compiled in another thread.
 """
 
 import collections
@@ -23,7 +23,7 @@ from reinforce_ada_jax.policy.transformer import Params
 class ScoreJob:
     tokens: Int[np.ndarray, " T"]  # at least one
     temperature: float  # divides the logits, above 0
-    done: Callable[[Scores | Exception], None]  # gets the scores, or what went wrong
+    done: Callable[[Scores | Exception], None]  # gets the scores, or the error
     is_cancelled: bool = False
 
 
@@ -46,7 +46,7 @@ class ScoreQueue:
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def turn(self) -> bool:
-        """Submits a micro-batch and reads the one before it; returns False if there was none to do."""
+        """Submits a micro-batch and reads the one before it; returns False if there was neither."""
         submitted, previous = self._submit(), self._previous
         self._previous = submitted
         if previous is not None:
@@ -65,7 +65,7 @@ class ScoreQueue:
             return None
         program = self._program(shape)
         if not program.done():
-            return None  # its end wakes the thread
+            return None  # the end of its compilation wakes the thread
         for job in jobs:
             self._waiting.remove(job)
         try:
@@ -78,7 +78,7 @@ class ScoreQueue:
             return None
 
     def _next_jobs(self) -> tuple[list[ScoreJob], tuple[int, int]]:
-        """Returns the job that waits for longest with others that fit into its rows, and the shape of the rows."""
+        """Returns the job that has waited longest, others that fit into rows of its length, and the rows' shape."""
         while self._waiting and self._waiting[0].is_cancelled:
             self._waiting.popleft()
         waiting = [job for job in list(self._waiting) if not job.is_cancelled]

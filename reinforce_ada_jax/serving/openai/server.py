@@ -38,7 +38,7 @@ class Worker(DeviceThread):
 
     def __init__(self, models: Sequence[Served], wake: threading.Event):
         super().__init__(wake)
-        self.loaded: Future[dict[str, Backend]] = Future()  # of each model, or what went wrong
+        self.loaded: Future[dict[str, Backend]] = Future()  # by model, or the error
         self._models = models
 
     def run(self) -> None:
@@ -98,12 +98,12 @@ async def _stop_with_others(server: uvicorn.Server) -> None:
 
 
 def run(settings: ServerSettings, models: Sequence[Served]) -> None:
-    """Serves until SIGINT or SIGTERM; of several processes, process 0 listens, and the others run its windows."""
+    """Serves until SIGINT or SIGTERM; with several processes, process 0 listens, and the others run its windows."""
     if not processes.is_writer():
         http.on_signals(processes.ask_to_stop)
         hosts.follow([each.engine for each in models], [each.load for each in models])
         return
-    http.on_signals(lambda: None)  # uvicorn stops at one, and raises it again when it has stopped
+    http.on_signals(lambda: None)  # uvicorn stops at a signal, and raises the signal again after it has stopped
     with cli.user_input():
         was_ready, has_ended = asyncio.run(serve(settings, models))
     print("stopped" if was_ready else "stopped     before it was ready", flush=True)

@@ -1,4 +1,4 @@
-"""Adapters: in the work directory, as folders that `peft` reads with the optimiser beside them, and to decode with."""
+"""Adapters in the work directory, as folders that `peft` reads, with the optimiser's state; and adapters to decode."""
 
 import collections
 import pathlib
@@ -26,9 +26,9 @@ def save(
     folder: pathlib.Path, learner: AdapterLearner, chosen: Lora, state: LearnerState, base: pathlib.Path,
     *, optimizer: bool,
 ) -> None:  # fmt: skip
-    """Writes adapters to `folder`, in place of what is there, and the optimiser's state if wanted.
+    """Writes adapters to `folder`, and with `optimizer` its state; they replace earlier files.
 
-    What is there stays until the new files are complete; `recover` brings it back after a kill between the two.
+    The earlier files stay until the new ones are complete; `recover` restores them after a kill in between.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     recover(folder)
@@ -43,7 +43,7 @@ def save(
         for path in (*partial.iterdir(), partial):
             durable.sync(path)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk, what is still to be written needs its space
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs this space for later writes
         raise
     if folder.exists():
         folder.rename(aside)
@@ -57,7 +57,7 @@ def _aside(folder: pathlib.Path) -> pathlib.Path:
 
 
 def recover(folder: pathlib.Path) -> None:
-    """Brings back adapters that `save` had moved aside, where a kill came before the new ones were in their place."""
+    """Restores adapters that `save` has moved aside, if it was killed before the new ones were in their place."""
     if folder.exists():
         shutil.rmtree(_aside(folder), ignore_errors=True)
     elif _aside(folder).exists():
@@ -65,14 +65,14 @@ def recover(folder: pathlib.Path) -> None:
 
 
 def load_params(folder: pathlib.Path, learner: AdapterLearner) -> tuple[Lora, Params]:
-    """Returns what the adapters of a folder are, and their arrays on the devices."""
+    """Returns rank, scale and targets of a folder's adapters (`Lora`), and their arrays on the devices."""
     chosen, matrices = adapter_files.load(folder, learner.architecture)
     layout = lora.shardings(learner.architecture, chosen, learner.mesh)
     return chosen, cast(Params, jax.device_put(nest(matrices), layout))
 
 
 def load(folder: pathlib.Path, learner: AdapterLearner, *, optimizer: bool) -> tuple[Lora, LearnerState]:
-    """Returns what the adapters of a folder are, and their state; with a new optimiser unless the stored is wanted."""
+    """Returns the `Lora` and the state of a folder's adapters; the optimiser is the stored one or, by default, new."""
     chosen, params = load_params(folder, learner)
     state = learner.with_new_optimizer(params, chosen)
     if not optimizer:
@@ -91,7 +91,7 @@ def load(folder: pathlib.Path, learner: AdapterLearner, *, optimizer: bool) -> t
 class AdapterBank(Weights):
     """Weights of a base, and at most `num_adapters` adapters; `size` is the rank and the targets of the largest."""
 
-    load: Callable[[str], tuple[Lora, Params]]  # by name, what adapters are and their arrays; set before any is used
+    load: Callable[[str], tuple[Lora, Params]]  # name -> `Lora` and arrays of adapters; set before the first use
 
     def __init__(self, engine: Engine, base: Params, size: Lora, num_adapters: int):
         weights = engine.decode_weights(base)

@@ -27,8 +27,8 @@ from reinforce_ada_jax.serving.tinker.store import FULL_DISK, CheckpointRow, dis
 # The client waits 45 s for an answer to a poll.
 POLL_S = 30.0
 URL_S = 3600.0
-# Requests in JSON have a prompt at most, of 32,768 tokens. `forward_backward` has the data of a batch, which the client
-# divides by an estimate of its size that leaves out names and headers.
+# A JSON request has at most one prompt, of 32,768 tokens. `forward_backward` has the data of a batch: the client splits
+# it by an estimate of its size, without names and headers.
 JSON_BYTES, LOSS_BYTES, CHUNK_BYTES = 2**20, 2**23, 4_000_000
 OTHER_VALUES = 4096  # in JSON, beside the tokens of a prompt
 # Requests of a model that only the worker reads.
@@ -43,7 +43,7 @@ class _WeightsInfoRequest(pydantic.BaseModel):
 
 
 class _ModelRequest(pydantic.BaseModel, protected_namespaces=()):
-    """Place of a request in its model's queue. The worker reads the rest: a number that is missing stops the queue."""
+    """Model and number of a request. The worker reads the rest; its queue would stop at a missing number."""
 
     model_id: str
     seq_id: int | None = None
@@ -55,7 +55,7 @@ class App:
         self._key = service.settings.api_key
         self._secret = secrets.token_bytes(32)  # signs the addresses of files
         self._bodies = Bodies()
-        # Set when the result of a future is there; gone with its last poll.
+        # By future, an event that is set when its result is there. It disappears with the last poll.
         self._polls: weakref.WeakValueDictionary[str, asyncio.Event] = weakref.WeakValueDictionary()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping = False
@@ -97,13 +97,13 @@ class App:
             for method, handlers in (("POST", post), ("GET", get), ("DELETE", delete))
             for path, handler in handlers.items()
         ]
-        # The address has a key of its own.
+        # The address of a file contains a key.
         files = Route("/files/{run}/{name}/{file}", self._guarded(self._file, needs_key=False), methods=["GET"])
         absent = Route("/{path:path}", self._guarded(self._absent), methods=["GET", "POST", "PUT", "DELETE"])
         return Starlette(routes=[*routes, files, absent])
 
     def _guarded(self, handler: Handler, needs_key: bool = True) -> Handler:
-        """Answers what a handler refuses, and what comes without the key."""
+        """Returns a handler that also answers refusals and errors of `handler`, and requests without the key."""
 
         async def guarded(request: Request) -> Response:
             self._loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ class App:
         return await self._bodies.read(request, min(most, settings.request_mib * 2**20), settings.request_s)
 
     async def _json(self, request: Request) -> bytes:
-        """Returns a body that is parsed in the event loop."""
+        """Returns a body that is small enough to be parsed in the event loop."""
         body = await self._body(request)
         check_json_values(body, self.service.settings.max_prompt_tokens + OTHER_VALUES)
         return body
@@ -163,7 +163,7 @@ class App:
         return {}
 
     async def _telemetry(self, request: Request) -> Content:
-        """Takes what the client reports, and keeps nothing of it."""
+        """Accepts the client's reports, and stores nothing."""
         await self._body(request)
         return {"status": "accepted"}
 
@@ -221,7 +221,7 @@ class App:
             self._loop.call_soon_threadsafe(ready.set)
 
     def stop(self) -> None:
-        """Answers all polls: their clients ask again, until the next server is there."""
+        """Answers all polls; their clients poll again until the next server has started."""
         self._is_stopping = True
         for ready in self._polls.values():
             ready.set()
@@ -308,7 +308,7 @@ def _path(request: Request) -> str:
 
 
 def _page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:
-    """Returns the rows that the query asks for, and what the client needs to ask for the next ones."""
+    """Returns the rows that the query asks for, and the cursor with which a client asks for the next ones."""
     asked = request.query_params
     try:
         offset, limit = int(asked.get("offset", 0)), int(asked.get("limit", 100))

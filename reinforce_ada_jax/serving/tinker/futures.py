@@ -7,7 +7,7 @@ import time
 from reinforce_ada_jax.serving.sampler import SampleJob
 from reinforce_ada_jax.serving.tinker.protocol import Result
 
-# Answers that nobody fetched, and those that were fetched: their way to the client may have failed.
+# Seconds for which answers are stored: before they are fetched, and after it, in case the client did not get them.
 UNFETCHED_S, FETCHED_S = 3600.0, 60.0
 
 
@@ -21,7 +21,7 @@ class SampleFuture:
 
 
 class SampleFutures:
-    """Futures by the id of their request; the caller's lock protects them. No call takes longer with more of them."""
+    """Futures by the id of their request; the caller's lock protects them. Only `num_waiting` looks at all of them."""
 
     def __init__(self):
         self.waiting: dict[str, SampleFuture] = {}
@@ -39,7 +39,7 @@ class SampleFutures:
         return future
 
     def finish(self, request_id: str, result: Result) -> None:
-        """Sets an answer, unless there is one, and removes those whose time is up."""
+        """Stores an answer, unless the request has one, and removes expired answers."""
         now = time.monotonic()
         future = self.waiting.pop(request_id, None)
         if future is not None:
@@ -50,7 +50,7 @@ class SampleFutures:
                 results.popitem(last=False)
 
     def fetch(self, request_id: str) -> Result | None:
-        """Returns the answer for the client; None if the future waits, KeyError if there is none."""
+        """Returns the answer for the client, None while there is none yet; KeyError if the request is unknown."""
         if request_id in self.waiting:
             return None
         if request_id in self._answered:

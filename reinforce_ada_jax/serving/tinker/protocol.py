@@ -1,6 +1,6 @@
-"""Messages of the Tinker interface: requests to plain records, results to bytes.
+"""Messages of the Tinker interface: requests are parsed into plain records, results are written as bytes.
 
-The message classes are those of the client itself (`tinker`, pinned), so that both sides speak one language. Every
+The message classes are those of the client itself (`tinker`, pinned), so both sides have the same messages. Every
 ValueError here is meant for the client.
 """
 
@@ -23,7 +23,7 @@ from reinforce_ada_jax.serving.sampler import Sampled
 __all__ = ["WeightsInfoResponse", "types"]
 JSON, PROTO = "application/json", "application/x-protobuf"
 USER, SERVER = "user", "server"
-# What each loss reads beside the targets.
+# Inputs of each loss in addition to the targets.
 INPUTS = {"cross_entropy": ("weights",)} | dict.fromkeys(
     ("importance_sampling", "ppo", "cispo"), ("logprobs", "advantages")
 )
@@ -32,7 +32,7 @@ Model = TypeVar("Model", bound=pydantic.BaseModel)
 
 
 def parse(kind: type[Model], body: bytes) -> Model:
-    """Returns a request of the client's own class; ValueError if the body is none."""
+    """Returns a request of the client's own class `kind`; ValueError if the body is not such a request."""
     try:
         return kind.model_validate(json.loads(body))
     except (ValueError, TypeError, RecursionError) as error:
@@ -50,7 +50,7 @@ class LossRequest:
 
 
 def parse_loss_message(body: bytes) -> pb2.ForwardBackwardRequest:
-    """Returns a `forward_backward` request; ValueError if the body is none."""
+    """Returns a `forward_backward` request; ValueError if the body is not such a request."""
     try:
         return pb2.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -58,7 +58,7 @@ def parse_loss_message(body: bytes) -> pb2.ForwardBackwardRequest:
 
 
 def parse_loss_request(body: bytes, vocab_size: int, max_tokens: int) -> LossRequest:
-    """Returns the content of a `forward_backward` request; ValueError where it asks for what is not there."""
+    """Returns the content of a `forward_backward` request; ValueError if this server cannot answer it."""
     message = parse_loss_message(body)
     if message.loss_fn not in LOSSES:
         raise ValueError(f"loss_fn is {message.loss_fn!r:.80}; this server has {', '.join(LOSSES)}.")
@@ -81,7 +81,7 @@ def parse_loss_request(body: bytes, vocab_size: int, max_tokens: int) -> LossReq
 
 def _clip(message: Any) -> Clip:
     names = {"clip_low_threshold": "low", "clip_high_threshold": "high"}
-    # Clients write numbers into the older field as well; some know no other one.
+    # Clients write numbers into the older field, too; some clients know only this one.
     given = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if key in names and not value.HasField("number"):

@@ -30,7 +30,7 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
     stop_ids = options.stop_ids + (NO_TOKEN,) * (MAX_STOPS - len(options.stop_ids))
     architecture, mesh = served.engine.architecture, served.engine.mesh
     size = Lora(settings.max_rank, ALPHA, tuple(TARGETS))
-    adapter_shapes(architecture, size)  # which refuses experts before any weight is read
+    adapter_shapes(architecture, size)  # refuses models with experts before any weight is read
     adapter_files.check_family(architecture, "Serve another model.")
     params = served.load()
     engine = Engine(architecture, dataclasses.replace(options, stop_ids=stop_ids), mesh=mesh)
@@ -41,7 +41,7 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
 
 
 def start_worker(settings: ServerSettings, models: list[Served]) -> tuple[Service, Worker]:
-    """Reads weights, brings back what the work directory has, and compiles what sampling runs; the thread waits."""
+    """Reads weights, restores the models of the work directory, and compiles sampling; the thread is not started."""
     bases = {served.name: make_base(settings, served) for served in models}
     service = Service(settings, pathlib.Path(settings.workdir).absolute(), bases)
     worker = Worker(service)
@@ -64,7 +64,7 @@ def run(settings: ServerSettings, models: list[Served]) -> None:
     server.on_listening = lambda: print(
         f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True
     )
-    http.on_signals(lambda: None)  # uvicorn stops at one, and raises it again when it has stopped
+    http.on_signals(lambda: None)  # uvicorn stops at a signal, and raises the signal again after it has stopped
     asyncio.run(server.serve(sockets=[listener]))
     has_ended = worker.stop(settings.grace_s)
     print("stopped     requests that were accepted for training run at the next start", flush=True)

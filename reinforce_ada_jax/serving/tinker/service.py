@@ -31,7 +31,7 @@ from reinforce_ada_jax.serving.tinker.store import MOST_SEQ, CheckpointRow, Mode
 
 # Stop tokens of one request.
 MAX_STOPS = 8
-# Adapters are scaled by this and divided by their rank, as the hosted service and PEFT's users have it.
+# The product of an adapter is multiplied by ALPHA / rank, as in the hosted service, and as usual with PEFT.
 ALPHA = 32.0
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -52,9 +52,10 @@ class Base(Served):
 
 
 def share(waiting: int, num_owners: int) -> int:
-    """Returns how many of `waiting` places one of the owners of requests may use: at least one.
+    """Returns how many of `waiting` places each of `num_owners` owners of requests may use: at least one.
 
-    Requests that waited before others came stay, so all together have at most waiting * (1 + 1/2 + ... + 1/num_owners).
+    Requests that waited before another owner came stay waiting. So all owners together have at most waiting * (1 +
+    1/2 + ... + 1/num_owners).
     """
     return max(1, waiting // num_owners)
 
@@ -113,7 +114,7 @@ class Service:
         self.wake.set()
 
     def _drop(self, request_id: str, why: str) -> None:
-        """Ends the responses of a request, whose slots are free after a window, and answers it."""
+        """Answers a request with a reason, and ends its responses; their slots are free after a window."""
         job = self.samples.waiting[request_id].job
         self._finish_sample(request_id, protocol.error_result(why))
         if job is not None:
@@ -154,7 +155,7 @@ class Service:
             model = self.model(model_id)
             if model.ended is not None:
                 raise Refusal(410, f"model {model_id} has ended with its session: {model.ended}. {RESUME}")
-            # By its place and not by how many wait: the request that the others wait for is always taken.
+            # The limit is for the number of a request, not for how many wait: the next one to run is always taken.
             room = share(self.settings.waiting, len(waiting.keys() | {model_id}))
             if seq >= model.next_seq + room:
                 raise Refusal(
@@ -208,7 +209,7 @@ class Service:
                 room = share(self.settings.waiting, len(waiting.keys() | {sampler.session}))
                 if waiting[sampler.session] >= room:
                     raise Refusal(429, f"{room} requests of this session are waiting (--waiting): try again later.")
-                # Saved again under the same path, a checkpoint is another one.
+                # A checkpoint that is saved again under the same path has other weights.
                 adapter = f"{sampler.path}#{self.checkpoint(sampler.path).created}" if sampler.path else ""
                 future = self.samples.add(request_id, sampler.session)
                 try:
@@ -266,7 +267,7 @@ class Service:
     def _prompt_logprobs(
         self, base: Base, adapter: str, tokens: Int32[np.ndarray, " T"], last: int | None
     ) -> Float[np.ndarray, " T"]:
-        """Returns the log-probability of each prompt token, nan for the first one and those that nobody asked for."""
+        """Returns the log-probability of each prompt token; nan for the first one and those not requested."""
         logprobs = np.full(len(tokens), np.nan, np.float32)
         if len(tokens) > 1:
             if adapter:

@@ -19,7 +19,7 @@ from reinforce_ada_jax.serving.tinker.protocol import Result
 
 FILE = "service.sqlite"
 FULL_DISK = "The disk of --workdir is full: free some space."
-MOST_SEQ = 2**63 - 1  # an integer of SQLite
+MOST_SEQ = 2**63 - 1  # the largest integer of SQLite
 # A result that the client has fetched may be asked for again, if the answer was lost on its way.
 FORGOTTEN_AFTER_S = 600.0
 SCHEMA = """
@@ -142,7 +142,7 @@ class Store:
             return self._db.execute(statement, values).fetchall()
 
     def _records(self, kind: type[Row], statement: str, *values: Any) -> list[Row]:
-        """Returns rows of a table, whose lists and mappings are JSON."""
+        """Returns rows of a table; lists and mappings are stored in it as JSON."""
         found = []
         for row in self._run(statement, *values):
             columns = {field.name: row[field.name] for field in dataclasses.fields(kind)}
@@ -170,7 +170,7 @@ class Store:
     def end_session(self, session: str, why: str, answer: Result) -> list[str]:
         """Ends a session, its models and its samplers; returns the requests that waited, which get this answer.
 
-        Requests after one that the client can no longer send could never run.
+        They could never run if a request before them is missing: the client can no longer send it.
         """
         with self.transaction():
             waiting = self._run(

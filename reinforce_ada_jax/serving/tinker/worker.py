@@ -37,9 +37,9 @@ from reinforce_ada_jax.serving.tinker.store import (
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-# Kinds of requests whose effect is in memory only.
+# Kind of request whose effect is in memory only.
 REPLAYED = "forward_backward"
-# Weights of unnamed sampling clients, for each model; older ones are removed.
+# Number of weights of unnamed sampling clients that are stored for each model; older ones are removed.
 MOST_UNNAMED = 64
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # of a checkpoint: one part of a path
 MOST_TTL_S = 10 * 365 * 86_400
@@ -48,7 +48,7 @@ HOUSEKEEPING_S = 5.0
 
 @dataclasses.dataclass(eq=False)
 class Model:
-    """A model in memory: what its adapters are, their state, and the sum of gradients since the last step."""
+    """A model in memory: the `Lora` of its adapters, their state, and the sum of gradients since the last step."""
 
     id: str
     base: Base
@@ -79,7 +79,7 @@ class Worker(DeviceThread):
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Brings every model back to where it was when the last process ended, gradients included."""
+        """Restores every model, with its gradients, as it was when the last process ended."""
         for checkpoint in self.store.checkpoints():
             adapters.recover(self.service.folder(checkpoint.path))
         for row in self.store.models():
@@ -100,7 +100,7 @@ class Worker(DeviceThread):
 
     def stop(self, within_s: float) -> bool:
         has_ended = super().stop(within_s)
-        if has_ended:  # otherwise with the process; the request that runs then runs again at the next start
+        if has_ended:  # otherwise the process closes it, and the running request runs again at the next start
             self.store.close()
         return has_ended
 
@@ -121,7 +121,7 @@ class Worker(DeviceThread):
 
     def _execute(self, request: RequestRow) -> None:
         try:
-            self.store.finish(request, self._result_of(request), replayed=False)  # unless its state was stored with it
+            self.store.finish(request, self._result_of(request), replayed=False)  # no effect if it is stored already
         except sqlite3.Error as error:
             if not disk_is_full(error):
                 raise
@@ -129,7 +129,7 @@ class Worker(DeviceThread):
                 print(f"warning: {FULL_DISK} Requests wait until then.", file=sys.stderr, flush=True)
             self._is_full = True
             self._forget_gradients(request.model)
-            self._stopping.wait(IDLE_S)  # then it runs again
+            self._stopping.wait(IDLE_S)  # after it the request runs again
         else:
             self._is_full = False
             self.service.on_result(request.id)
@@ -144,19 +144,19 @@ class Worker(DeviceThread):
             raise
         except Exception as error:
             self._forget_gradients(request.model)
-            if disk_is_full(error):  # under a checkpoint
+            if disk_is_full(error):  # while a checkpoint was written
                 return protocol.error_result(FULL_DISK, protocol.SERVER)
             traceback.print_exc(file=sys.stderr)
             return protocol.error_result(f"{type(error).__name__}: {error!s:.500}", protocol.SERVER)
 
     def _forget_gradients(self, model_id: str) -> None:
-        """Restores a model after a failure, which may have used its summed gradients in part."""
+        """Restores a model after a failure, because a part of its summed gradients may have been used."""
         row = self.store.model(model_id)
         if row is not None and row.ended is None and self.models.pop(model_id, None) is not None:
             self._restore(row)
 
     def _clean(self) -> None:
-        """Ends silent sessions, and removes what ended sessions and expired checkpoints leave."""
+        """Ends silent sessions, and removes the files of ended sessions and of expired checkpoints."""
         self._cleaned = time.monotonic()
         try:
             self.service.end_silent_sessions()
