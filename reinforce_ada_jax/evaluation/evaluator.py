@@ -1,6 +1,6 @@
 """Evaluation of a policy on benchmarks while it trains: avg@k, pass@k and all-correct@k, without keeping responses.
 
-The command uses `stored_evaluation`, which keeps every response.
+The command `evaluate` uses `stored_evaluation`, which stores every response.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def load_benchmarks(components: Components, config: Config, report: Callable[[st
 
 
 def known_pass_rates(prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Returns the pass rates before training by id, of the prompts whose source has one."""
+    """Returns {id: pass rate before training} of the prompts whose source gives one."""
     return {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
 
 
@@ -71,8 +71,8 @@ def load_evaluator(config: Config, components: Components) -> "Evaluator | None"
 def streams(benchmarks: Mapping[str, Sequence[Prompt]], iteration: int) -> dict[str, int]:
     """Returns the first word of the addresses of each benchmark's samples.
 
-    The other words are the id of a problem and the number of the draw. So a benchmark that has an id of an earlier one
-    gets a word of its own: with the same noise, averages over both would have a larger error than independent ones.
+    The other words are the id of a problem and the number of the draw. A benchmark that has an id of an earlier
+    benchmark gets its own first word. Otherwise both would have the same noise, and averages over both a larger error.
     """
     words, earlier = {}, set[str]()
     for name, prompts in benchmarks.items():
@@ -104,7 +104,7 @@ def hashes(benchmarks: Benchmarks) -> dict[str, str]:
 
 
 def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float | str]) -> None:
-    """Writes metrics into a file that begins with `about`; those of other benchmarks stay in it."""
+    """Writes metrics into a file that begins with `about`; metrics of other benchmarks stay in the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(file.parent):
         before = read_object(file, REMEDY) if file.exists() else about
@@ -115,7 +115,7 @@ def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Evaluation of a training run on benchmarks, which `train` hands to the loop."""
+    """Evaluation of a training run on benchmarks; `train` passes it to the loop."""
 
     benchmarks: Benchmarks
 
@@ -155,7 +155,7 @@ class Evaluator:
         return metrics
 
     def _drawn_by(self, hosts: DrawingHosts, run: Run, benchmark: str, iteration: int) -> GradedResponses:
-        """Returns graded responses of the newest weights, which the processes that only draw have drawn."""
+        """Returns graded responses that the processes which only draw have drawn with the newest weights."""
         samples, engine, prompts = run.config.evaluation.samples, run.components.engine, self.benchmarks[benchmark]
         shards = hosts.shards(Order(action=DRAW, benchmark=benchmark, iteration=iteration, samples=samples), run.stop)
         size, drawn = fixed_draws.chunk_size(engine.options.slots * num_replicas(engine.mesh), samples), {}

@@ -1,4 +1,4 @@
-"""Drawing and grading a fixed number of responses per prompt, each kept as soon as it is graded."""
+"""Drawing and grading a fixed number of responses per prompt; each is stored as soon as it is graded."""
 
 import collections
 import functools
@@ -32,7 +32,7 @@ from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 # slots are idle only at the end of a chunk: about 1/64 of the work.
 RESPONSES_PER_SLOT = 64
 Pairs = list[tuple[Prompt, Response]]
-# (configuration, components, responses, tokens of each at most) -> line of a dry run on the time that they take.
+# (configuration, components, number of responses, most tokens of one) -> line of a dry run: the time that they take.
 Cost = Callable[[Config, Components, int, int], str]
 
 
@@ -52,11 +52,11 @@ def draw(
     Args:
       collect_fn: `collect` with its sampler; called once per chunk of prompts.
       slots: responses that are decoded at the same time, by all processes.
-      store: opened for writing; gets each response of this process as soon as it is graded; in process 0, those of
-        the others at the end of a chunk.
-      decode: tokens to the text that is stored.
-      on_progress: called with (prompts done, responses drawn) so far; of the newest chunk, those of this process. If
-        it raises Interrupted in a process, all raise it.
+      store: opened for writing. It gets each response of this process as soon as it is graded, and in process 0 the
+        responses of the other processes at the end of a chunk.
+      decode: turns tokens into the text that is stored.
+      on_progress: called with (prompts done, responses drawn) so far; in the newest chunk, this process's only. If
+        it raises Interrupted in one process, all processes raise it.
     """
     drawn: GradedResponses = {}
     pending: collections.deque[tuple[Pairs, list[Verdict] | Future[list[Verdict]]]] = collections.deque()
@@ -66,7 +66,7 @@ def draw(
         return pending[-1][1]
 
     def keep_graded() -> None:
-        """Stores the responses with verdicts; later ones wait for earlier ones."""
+        """Stores the responses that have verdicts, in order: none before an earlier one is graded."""
         while pending:
             pairs, verdicts = pending[0]
             if isinstance(verdicts, Future):
@@ -110,14 +110,14 @@ def graded(pool: Pool) -> list[GradedResponse]:
 
 
 class _Rate:
-    """Tokens a second of the draws in flight: the number of responses does not change before a long one ends."""
+    """Tokens a second, for the progress line: while long responses run, the number of responses does not change."""
 
     def __init__(self, rollouts: Rollouts):
         self._rollouts, self._counts, self._begin, self._before = rollouts, None, 0.0, 0
 
     def text(self) -> str:
         counts, now = self._rollouts.counts, time.monotonic()
-        if counts is not self._counts:  # of another chunk
+        if counts is not self._counts:  # a new chunk has begun
             self._counts, self._begin, self._before = counts, now, counts.tokens
         seconds, tokens = now - self._begin, counts.tokens - self._before
         return f", {tokens / seconds:,.0f} tokens/s" if tokens else ""
@@ -132,9 +132,10 @@ def fill(
     rollouts: Rollouts,
     name: str = "",
 ) -> None:
-    """Draws the prompts that an open store lacks with `draw_fn`, from `rollouts`; a signal to any process ends all.
+    """Draws responses to `prompts`, which an open store lacks, with `draw_fn`; a signal to one process ends all.
 
-    `saved` says where the responses are after a signal; `name` precedes their number in the progress line.
+    `rollouts` counts the tokens. `saved` says where the responses are after a signal; `name` precedes their number in
+    the progress line.
     """
     done, rate = progress.done, _Rate(rollouts)
     progress.reach(done, f"{name}0 responses")  # the programs are compiled, and the first window takes a while
@@ -156,7 +157,7 @@ def fill(
 def check_graded(
     config: Config, graders: VerifierPool | EnvironmentPool, what: str, drawn: Iterable[GradedResponses], remedy: str
 ) -> None:
-    """Ends all processes if too many responses could not be graded; `drawn` counts in process 0 alone."""
+    """Ends all processes if too many responses could not be graded; only process 0 reads its `drawn`."""
     verdicts = [each.verdict for by_prompt in drawn for responses in by_prompt.values() for each in responses]
     if message := processes.of_writer(too_many_failed(config, graders, what, verdicts, remedy)):
         processes.leave()
@@ -197,8 +198,8 @@ def collector(
 ) -> tuple[Callable[..., list[Pool]], VerifyFn]:
     """Returns `collect` bound to a policy, and the function that grades.
 
-    `settings` is the section with temperature, top_k, top_p and the length limit; `stream` the first word of the
-    addresses of all samples. Where responses are trajectories, their environment grades, and not `verify_fn`.
+    `settings` is the section with temperature, top_k, top_p and the length limit; `stream` is the first word of the
+    addresses of all samples. Trajectories are graded by their environment instead of `verify_fn`.
     """
     turns = components.trajectories(config, stream, settings.max_response_tokens)
     collect_fn = functools.partial(

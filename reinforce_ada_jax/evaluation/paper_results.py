@@ -1,8 +1,8 @@
-"""Results of the paper, for comparison with one's own: avg@32 at temperature 1 and 4,096 tokens.
+"""Results of the paper, for comparison with a user's results: avg@32 at temperature 1 and 4,096 tokens.
 
-Source: arXiv 2510.04996. Its AIME-like set has 230 problems, and the weighted average is over all 1,677. They are
-shown with the results of a run only if the run has the settings of the published one, and for a benchmark only if its
-grader is the published one (`differences`, `column`).
+Source: arXiv 2510.04996. Its AIME-like set has 230 problems, and the weighted average is over all 1,677. The paper's
+results are shown next to those of a run only if the run has the paper's settings (`differences`), and for a benchmark
+only if it has the paper's grader (`GRADERS`).
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.training import components as components_lib
 
-# Problems of each set, by the name of its benchmark file.
+# Number of problems of each set, by the name of its benchmark file.
 SETS = {"math500": 500, "minerva_math": 272, "olympiadbench": 675, "aime_like": 230}
 WEIGHTED = "weighted average"
-# Problems that each column is an average over.
+# Number of problems in the average of each column.
 PROBLEMS = SETS | {WEIGHTED: sum(SETS.values())}
 SAMPLES, TEMPERATURE, MAX_RESPONSE_TOKENS = 32, 1.0, 4096
-# Kind of reward with the rules that each set was graded by.
+# Kind of reward that has the paper's rules of grading, for each set.
 GRADERS = dict.fromkeys(SETS, "reference_evaluation") | {"minerva_math": "reference_minerva"}
 # The data sets that were evaluated: hf:weqweasdas/NAME.
 _PUBLISHER = "weqweasdas_"
@@ -73,12 +73,12 @@ class Comparison:
     """The paper's run that a run may be compared with."""
 
     name: str = ""  # `EASY` or `HARD`
-    # In [0, 1], by the names in `PROBLEMS`; empty where there is none, or a setting differs.
+    # In [0, 1], by the names in `PROBLEMS`; empty if the paper has no such run, or a setting differs.
     averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
     differences: tuple[str, ...] = ()  # from the settings of the paper's run of the same model and strategy
 
 
-# Values of the settings that decide the objective, by strategy; each may also be left to its default.
+# Allowed values of the settings that decide the objective, by strategy. "" and None are the default of the strategy.
 _ADAPTIVE: dict[str, tuple[object, ...]] = {
     "collection.samples_per_round": (8,),
     "collection.max_rounds": (4,),
@@ -118,7 +118,7 @@ def differences(config: Config, model: str) -> tuple[str, ...]:
     expected["collection.correction"] = ("none",)
     found["collection.correction"] = collection_rules.correction(config.collection)
     return tuple(
-        # The last value is the explicit one, where a setting may be left to its default.
+        # The last allowed value is the explicit one; a value before it means the default.
         f"{key} is {found[key]!r}, the paper's {allowed[-1]!r}"
         for key, allowed in expected.items()
         if found[key] not in allowed
@@ -126,7 +126,7 @@ def differences(config: Config, model: str) -> tuple[str, ...]:
 
 
 def comparison(config: Config) -> Comparison:
-    """Returns the paper's run that a run with this configuration may be compared with; often none."""
+    """Returns the paper's run that a run with this configuration may be compared with; without averages if none."""
     model, collection = components_lib.local_folder(config.model.path).name.partition("@")[0], config.collection
     key = (model, collection.strategy, collection.group_size)
     if key not in AVERAGES:
@@ -147,6 +147,6 @@ def comparison_of_run(workdir: pathlib.Path | None) -> Comparison:
 
 
 def column(benchmark: str) -> str | None:
-    """Returns the column of a benchmark's name, or None: of a file, or of the data set that the paper evaluates."""
+    """Returns the column for a benchmark named after its file or the paper's data set; None if there is none."""
     name = benchmark.removeprefix(_PUBLISHER)
     return "aime_like" if name.startswith(("aime_like", _AIME_LIKE)) else name if name in SETS else None

@@ -1,7 +1,7 @@
 """Preparation of prompts: problems chosen by how often a model solves them.
 
-The manifest says which problems were left out and why, and the folder of the draws keeps every response: the same
-command continues after a kill, and choosing by another band draws nothing again.
+The manifest has the numbers of problems that were left out, by reason. The folder of the draws has every response: so
+the same command continues after a kill, and another band of pass rates needs no new draws.
 """
 
 import collections
@@ -38,7 +38,7 @@ from reinforce_ada_jax.training import reward_check, summary
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Prompt, Verdict
 
-# Reference answers that are graded, and then stored, at a time.
+# Number of reference answers that a process grades before they are stored.
 VERIFIED_AT_ONCE = 256
 BAR_WIDTH = 40
 
@@ -88,7 +88,7 @@ class OutputFiles:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Beginnings of the names of all files."""
+        """Prefixes of the names of all files."""
         return tuple(path.name for path in (self.output, self.manifest, self.draws))
 
     def check(self, source: str) -> None:
@@ -110,7 +110,7 @@ class OutputFiles:
 
 
 def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
-    """Returns the problems without those whose text came before, whatever their answers.
+    """Returns the first problem with each text; later ones are left out, whatever their answers.
 
     Texts are compared in Unicode's composed form, with each run of white space as one space. Case counts. For a problem
     with messages, all but the system's are compared.
@@ -144,8 +144,8 @@ def _unique_and_short(
 def verify_references(config: Config, prompts: Sequence[Prompt], verifiers: VerifierPool) -> list[tuple[str, Verdict]]:
     r"""Grades each reference answer against itself, in a box (`\boxed{72}`) or, if that fails, as it is (`72`).
 
-    Verifiers differ in which of the two they read; a reference that fails both ways can never be matched. Returns the
-    graded text and the verdict of each prompt; each process grades its share.
+    Some verifiers read only one of the two forms; a reference that fails in both forms can never be matched. Returns
+    the graded text and the verdict of each prompt; each process grades its share.
     """
     shaping, count = Shaping(config.reward.positive_threshold), processes.count()
 
@@ -171,7 +171,7 @@ def verify_references(config: Config, prompts: Sequence[Prompt], verifiers: Veri
 def _with_valid_reference(
     config: Config, prompts: Sequence[Prompt], files: OutputFiles, verifiers: VerifierPool
 ) -> list[Prompt]:
-    """Returns the prompts whose references pass. Verdicts are stored: a time limit may not be hit a second time."""
+    """Returns the prompts whose references pass. Verdicts are stored: with time limits, a second one could differ."""
     with cli.user_input():
         header = {
             "drawn": {"problems": response_store.hash_of_problems(prompts)},
@@ -224,7 +224,7 @@ def histogram(correct: Sequence[int], samples: int, band: Band) -> str:
 
 
 def few_prompts(count: int, wanted: int) -> str:
-    """Returns a warning if a training that takes `wanted` prompts in an iteration refuses `count` of them, else ""."""
+    """Returns a warning if `count` prompts are too few for a training with `wanted` in an iteration, else ""."""
     if count >= wanted:
         return ""
     return (
@@ -301,7 +301,7 @@ def _drawn(
 ) -> ResponseStore:
     """Returns the store with the responses to the prompts; draws those that it lacks.
 
-    `describe` returns what is printed before, from the number of prompts and of those that lack responses.
+    `describe` returns the text that is printed before, from the numbers of prompts and of prompts without responses.
     """
     with cli.user_input():
         fingerprint, stop_ids = adapter_files.fingerprint(components.folder), list(components.tokenizer.stop_ids)
@@ -338,9 +338,9 @@ def prepare(
 ) -> None:
     """Writes the problems of `source` whose pass rates are in (pass_rates[0], pass_rates[1]].
 
-    Problems are left out if they came before, are too long, or have a reference that fails its own verification. For
-    each of the others `samples` responses are drawn, at addresses that no iteration of a training has. With `cost`,
-    a dry run, the input is checked and described, and nothing is written.
+    Duplicates, too long problems, and problems whose reference fails its own verification are left out. For each of the
+    others `samples` responses are drawn, at addresses that no iteration of a training uses. With `cost` it is a dry
+    run: the input is checked and described, and nothing is written.
     """
     with cli.user_input():
         band = Band(*pass_rates)
@@ -389,4 +389,4 @@ def prepare(
         if warning := reward_check.without_answer(kind, share, f" in {buckets.origin(store.file)}", flag):
             print(f"warning: {warning}", file=sys.stderr)
         _write(config, files, problems, num_correct(drawn), counts, band, store)
-    processes.any_of(False)  # until process 0 has written everything
+    processes.any_of(False)  # waits until process 0 has written everything

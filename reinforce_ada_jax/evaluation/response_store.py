@@ -1,11 +1,11 @@
 """Files of graded responses, so that a command that was killed continues where it stopped.
 
-A store is NAME.jsonl, one response per line, and NAME.header.json, which says what they were drawn with and graded by.
-Lines are only added, as soon as the responses are graded. The address of a sample decides its randomness, so responses
-that a kill lost are drawn again with the same tokens. What is computed from them is not here.
+A store is NAME.jsonl, one response per line, and NAME.header.json, which says how they were drawn and graded. Each line
+is added as soon as its response is graded. The address of a sample decides its randomness, so responses that a kill
+lost are drawn again with the same tokens. scores.py computes the results.
 
-Of several processes, process 0 writes the store. Each other one keeps the responses that it graded in a part of the
-store, NAME.part-K.jsonl, until process 0 has them.
+With several processes, process 0 writes the store. Each other process writes the responses that it graded to a part of
+the store, NAME.part-K.jsonl, until process 0 has them.
 """
 
 import collections
@@ -34,7 +34,7 @@ from reinforce_ada_jax.rewards import code_tests
 from reinforce_ada_jax.rewards.loading import files_hash, judge_template
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
-# Lines graded again at a time: enough to keep every worker busy, few enough to hold with their texts.
+# Lines graded again at a time: enough to keep every worker busy, few enough to hold their texts in memory.
 REGRADED_AT_ONCE = 1024
 PART = ".part-"
 
@@ -66,7 +66,7 @@ def drawn_with(
 ) -> dict[str, Any]:
     """Returns the part of a header that decides the responses.
 
-    `fingerprint` is of the weights, `settings` the section with temperature, top_k, top_p and the length limit.
+    `fingerprint` identifies the weights; `settings` is the section with temperature, top_k, top_p and the length limit.
     """
     keys, environment = ("temperature", "top_k", "top_p", "max_response_tokens"), config.environment
     trajectories = {
@@ -99,7 +99,7 @@ def graded_by(config: Config, grader: str, prompts: Sequence[Prompt]) -> dict[st
         settings = {"code": dataclasses.asdict(config.code), "tests": tests}
     if kind == "judge":
         section = dataclasses.asdict(config.judge) | {"template": judge_template(config.judge.template)}
-        settings = {"judge": section | {"range": list(config.judge.range)}}  # as JSON gives it back
+        settings = {"judge": section | {"range": list(config.judge.range)}}  # a list, as it is read from JSON
     return {
         "reward": grader or reward.path or reward.kind,
         "file": files_hash(reward.path) if of_user else "",
@@ -122,7 +122,7 @@ def of_process(file: pathlib.Path) -> pathlib.Path:
 
 
 def wanted_by_writer(prompts: Iterable[Prompt], wanted: Iterable[Prompt]) -> list[Prompt]:
-    """Returns those prompts that process 0 wants, in every process; `wanted` counts in process 0 alone."""
+    """Returns in every process the prompts that process 0 has in `wanted`; the `wanted` of others is ignored."""
     ids = set(json.loads(processes.of_writer(json.dumps([prompt.id for prompt in wanted]))))
     return [prompt for prompt in prompts if prompt.id in ids]
 
@@ -143,7 +143,7 @@ def read_header(file: pathlib.Path) -> Header:
 
 
 def check_model(folder: pathlib.Path, fingerprint: str) -> None:
-    """Raises ValueError if `folder` holds responses of other weights: its results are those of one model."""
+    """Raises ValueError if `folder` holds responses of other weights: a folder has the results of one model."""
     for header in sorted(folder.glob(f"*{HEADER}")):
         file = header.with_name(header.name.removesuffix(HEADER) + ".jsonl")
         stored = read_header(file)["drawn"].get("model") if file.exists() and file.stat().st_size else fingerprint
@@ -156,9 +156,9 @@ def check_model(folder: pathlib.Path, fingerprint: str) -> None:
 
 
 def with_stored_dtype(config: Config, files: Iterable[pathlib.Path]) -> Config:
-    """Returns `config`; model.compute_dtype "auto" becomes that of the first store which is there.
+    """Returns `config` with the dtype of the first existing store in place of model.compute_dtype "auto".
 
-    Measured again on a busy machine it may be another one, and the same command would be refused.
+    On a busy machine "auto" might measure another dtype than before, and the same command would be refused.
     """
     headers = [file for file in files if file.exists() and file.with_suffix(HEADER).exists()]
     if not headers or config.model.compute_dtype != "auto" or processes.count() > 1:
@@ -194,8 +194,8 @@ def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 class ResponseStore:
     """Graded responses of one set of prompts, in one file. Enter it to add responses; nothing is written before.
 
-    `header` is {"drawn": ..., "graded": ...} of the responses that will be added. Stored ones that were drawn or graded
-    differently are a ValueError; with `regrade` the verdicts may be of another grader.
+    `header` is {"drawn": ..., "graded": ...} of the responses that will be added. Raises ValueError if stored responses
+    were drawn or graded differently; with `regrade` another grader is allowed.
     """
 
     def __init__(self, file: pathlib.Path, header: Header, *, regrade: bool = False):
@@ -248,12 +248,12 @@ class ResponseStore:
                 raise ValueError(
                     f"{buckets.origin(self.file)} is being written by another process: wait for it, or end it."
                 ) from error
-            # Behind the lock: the header belongs to the responses of the process that has it.
-            if not self._size():  # a header without responses is of a file that was removed
+            # Only with the lock: the header describes the responses of the process that holds it.
+            if not self._size():  # a header without responses belongs to a file that was removed
                 self._write_header()
             else:
                 self._check(read_header(self.file), self._regrade)
-            if self._size() != self._seen_bytes:  # another process has written since
+            if self._size() != self._seen_bytes:  # another process has written after this one read
                 self._read()
             os.truncate(self.file, sum(map(len, finished_lines(self.file))))
             for part in self._parts:
@@ -263,7 +263,7 @@ class ResponseStore:
         return self
 
     def _take_over(self, part: "ResponseStore") -> None:
-        """Adds the responses of a part, and removes the part if no process of this run has it."""
+        """Adds the responses of a part, and removes the part if no process of this run writes to it."""
         for row, graded in part._rows():
             if row["draw"] not in self._by_draw[row["prompt"]]:
                 self._by_draw[row["prompt"]][row["draw"]] = graded
@@ -284,7 +284,7 @@ class ResponseStore:
         write_atomically(self._header_file, json.dumps(self.header, indent=2) + "\n")
 
     def complete(self, prompts: Iterable[Prompt], samples: int) -> GradedResponses:
-        """Returns the responses of those prompts that have all `samples` of them, also those that only parts hold."""
+        """Returns the responses of the prompts that have all `samples` of them, in the store or in its parts."""
         found: GradedResponses = {}
         for prompt in prompts:
             draws = collections.ChainMap(*(each._by_draw.get(prompt.id, {}) for each in (self, *reversed(self._parts))))
@@ -296,7 +296,7 @@ class ResponseStore:
         return [prompt for prompt in prompts if not self.complete([prompt], samples)]
 
     def add(self, entries: Iterable[tuple[str, int, str, GradedResponse]]) -> None:
-        """Writes (prompt id, draw, text, response); stored draws stay as they are."""
+        """Writes (prompt id, draw, text, response); a draw that is stored already is not written again."""
         lines = []
         for prompt_id, draw, text, graded in entries:
             if draw not in self._by_draw[prompt_id]:
@@ -306,7 +306,7 @@ class ResponseStore:
         self._stream.flush()
 
     def finish(self, prompts: Iterable[Prompt]) -> None:
-        """Sorts the responses, when all are added, and removes other processes' parts; every process must call it."""
+        """Sorts the responses and removes the parts, after all are added; every process must call it."""
         if processes.is_writer():
             self._sort({prompt.id: number for number, prompt in enumerate(prompts)})
         processes.any_of(False)  # from now on no part is needed
@@ -342,7 +342,7 @@ class ResponseStore:
                     stream.write(_line(row["prompt"], row["draw"], row["response"], graded))
                 done += len(rows)
                 yield done
-        # In this order, a kill between the two leaves a header that asks for another --regrade.
+        # The header comes last: after a kill between the two, the old header still asks for --regrade.
         partial.replace(self.file)
         self._write_header()
 

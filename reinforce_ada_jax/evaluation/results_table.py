@@ -30,10 +30,10 @@ def table(
     paper: paper_results.Comparison,
     graders: Mapping[str, str],
 ) -> str:
-    """Returns the tables of an evaluation: scores by benchmark, curves over k, by initial difficulty, by label.
+    """Returns the tables of an evaluation: scores by benchmark, curves over k, scores by difficulty and by label.
 
-    `results`, `labelled` and `difficulties` are `statistics`, `by_label` and `by_difficulty` of each benchmark,
-    `graders` the kind of its reward: results of the paper's run are shown only where it is the paper's.
+    `results`, `labelled` and `difficulties` are `statistics`, `by_label` and `by_difficulty` of each benchmark.
+    `graders` is the kind of its reward: the paper's results are shown only where the paper used the same kind.
     """
     notes: list[str] = []
     columns = {name: paper_results.column(name) for name in results if paper.averages}
@@ -104,14 +104,14 @@ def _by_label(name: str, label: str, values: Mapping[str, tuple[int, float]]) ->
 
 
 def with_section(text: str, title: str, table: str) -> str:
-    """Returns the text of table.md with a section of this title, in place of an earlier one; other sections stay."""
+    """Returns the text of table.md with this section, which replaces one of the same title; other sections stay."""
     _, *sections = f"\n{text}".split("\n## ")
     others = [section for section in sections if section.partition("\n")[0] != title]
     return "\n".join(f"## {section.rstrip()}\n" for section in (*others, f"{title}\n\n{table}"))
 
 
 def write(file: pathlib.Path, title: str, table: str) -> None:
-    """Writes a section of table.md; other evaluations of the same run may end at the same time."""
+    """Writes a section of table.md under a lock: other evaluations of the same run may end at the same time."""
     with exclusive(file.parent):
         before = file.read_text("utf-8", errors="replace") if file.exists() else ""
         write_atomically(file, with_section(before, title, table))

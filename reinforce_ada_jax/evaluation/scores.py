@@ -24,7 +24,7 @@ Labelled = Mapping[str, Mapping[str, tuple[int, float]]]
 class Difficulty(NamedTuple):
     """Scores of the problems whose initial pass rates are in one range."""
 
-    range: str  # "0", "0_0.25", ..., "1"; without its lower end, and with its upper end, except "0.75_1"
+    range: str  # "0", "0_0.25", ..., "1"; excludes its lower end, includes its upper end; "0.75_1" excludes both
     problems: int
     initial: float  # their mean initial pass rate
     average: float  # avg@n
@@ -37,9 +37,9 @@ def sizes(samples: int) -> list[int]:
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
-    """Computes the probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374).
+    """Computes the probability that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374).
 
-    The difference is taken of integers, so the result is rounded once, however small it is.
+    Integers are subtracted, and only the quotient is rounded, so that small results are accurate, too.
     """
     subsets = math.comb(num_samples, k)
     return (subsets - math.comb(num_samples - num_correct, k)) / subsets
@@ -53,7 +53,8 @@ def all_correct_at_k(num_correct: int, num_samples: int, k: int) -> float:
 def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> Statistics:
     """Computes avg@n, its standard error over problems, pass@k and all-correct@k for k = 1, 2, 4, ..., n, and shares.
 
-    The shares are of responses that are truncated, have no answer, or were not graded because the verifier failed.
+    The shares are those of responses that are truncated, have no answer, or were not graded because the verifier
+    failed. `tokens_mean` is the mean length of all responses.
     """
     num_correct = np.array([sum(response.verdict.correct for response in draws) for draws in by_problem])
     everything = [response for draws in by_problem for response in draws]
@@ -80,8 +81,8 @@ def _standard_error(values: Float[np.ndarray, " N"]) -> float:
 def by_difficulty(initial: Mapping[str, float], drawn: GradedResponses) -> list[Difficulty]:
     """Returns scores by initial pass rate, hardest problems first; ranges without a problem are left out.
 
-    Initial pass rates that were estimated from few samples bias `average - initial`: problems with 0 of 16 right are
-    harder in the sample than they are. Runs that are compared with the same initial pass rates share this bias.
+    Initial pass rates that were estimated from few samples bias `average - initial`: problems with 0 of 16 right look
+    harder than they are. Runs that are compared with the same initial pass rates share this bias.
     `initial` has pass rates in [0, 1] by problem id; problems without one are left out.
     """
     names = [name for name in drawn if name in initial]

@@ -40,7 +40,7 @@ class PolicySource:
     """Source of an evaluated policy's weights: a run's checkpoint, or a model folder."""
 
     workdir: pathlib.Path | None  # of the run; None for a model folder
-    folder: pathlib.Path  # the model folder; of a run, its `model.path`
+    folder: pathlib.Path  # the model folder; for a run, the folder of its `model.path`
 
     def newest_iteration(self, config: Config) -> int:
         return 0 if self.workdir is None else trained.newest_iteration(self.workdir, config)
@@ -91,13 +91,13 @@ class StoredEvaluation:
 
     @functools.cached_property
     def responses(self) -> dict[str, GradedResponses]:
-        """Responses of the problems that have all of theirs."""
+        """Responses of the problems that have all their samples."""
         samples = self.drawn["samples"]
         return {name: self.stores[name].complete(prompts, samples) for name, prompts in self.benchmarks.items()}
 
 
 def _initial_pass_rates(folder: pathlib.Path | None, benchmarks: Benchmarks) -> dict[str, dict[str, float]]:
-    """Returns initial pass rates by benchmark and id: of the evaluation in `folder`, or those of the problems."""
+    """Returns initial pass rates by benchmark and id, from the evaluation in `folder`; None: from the problem files."""
     return {
         name: evaluator.known_pass_rates(prompts)
         if folder is None
@@ -117,10 +117,10 @@ def _stores(
 ) -> dict[str, ResponseStore]:
     """Returns the store of each benchmark; ValueError where a file has draws of another policy or with other settings.
 
-    A folder of responses has those of one model folder, because its results.json names one model.
+    A folder has the responses of one model folder only, because its results.json names one model.
 
-    `words` are the first words of the addresses, because two commands may have drawn two benchmarks with equal ids and
-    the same noise.
+    `words` are the first words of the addresses. The headers have them, because two commands may have drawn two
+    benchmarks with equal ids and the same noise.
     """
     settings, graders = config.evaluation, components_lib.benchmark_graders(config)
     fingerprint, stores = source.fingerprint(iteration), {}
@@ -144,15 +144,16 @@ def evaluate(
     *,
     cost: fixed_draws.Cost | None = None,
 ) -> StoredEvaluation | None:
-    """Draws and grades the responses that the stores lack; they are in `output`, or in the default folder.
+    """Draws and grades the responses that the stores in `output` lack; None: in the default folder.
 
     `initial` is the folder of an earlier evaluation of the same problems, which gives their initial pass rates. With
-    `cost`, a dry run, the input is only checked and described, and the result is None, as for all but process 0.
+    `cost` it is a dry run: the input is only checked and described. A dry run returns None, and so do all processes
+    except process 0.
     """
     settings, dry_run = config.evaluation, cost is not None
     with cli.user_input():
         mesh_lib.available_devices()
-        # A training may write another checkpoint meanwhile.
+        # All processes take that of process 0: a training may write another checkpoint meanwhile.
         iteration = int(processes.of_writer(str(source.newest_iteration(config))))
         components = components_lib.build(config, source.folder)
         read: list[str] = []
@@ -221,8 +222,8 @@ def regrade(
 ) -> StoredEvaluation:
     """Grades the stored responses again, without weights or engine.
 
-    `samples` are the responses that each problem must have; None: any number. The process ends with one line for
-    another number, or if an environment graded them.
+    `samples` is the number of responses that each problem must have; None: any number. The process ends with one line
+    if there is another number of them, or if an environment graded them.
     """
     with cli.user_input():
         if config.environment.path:
