@@ -14,7 +14,7 @@ DIGITS = 3  # of an average
 
 class ComparedRun(NamedTuple):
     name: str
-    averages: Mapping[int, tuple[float, float]]  # average and its standard error, by the updates before it
+    averages: Mapping[int, tuple[float, float]]  # number of updates: (average after them, its standard error)
     costs: Sequence[str]  # one for each of `Comparison.cost_names`
 
 
@@ -22,10 +22,10 @@ class ComparedRun(NamedTuple):
 class Comparison:
     benchmark: str
     title: str  # heading of the column with the names of the runs
-    updates: Sequence[int]  # after which an evaluation was made
+    updates: Sequence[int]  # numbers of updates after which a run was evaluated
     cost_names: Sequence[str]
     runs: Sequence[ComparedRun]
-    sentence: str  # compares the last run with the first; "" for one run, and before both were evaluated while training
+    sentence: str  # compares the last run with the first; "" for one run, or if no update has an evaluation of both
 
     def text(self) -> str:
         header = [self.title, *map(str, self.updates), "updates", *self.cost_names]
@@ -40,11 +40,11 @@ class Comparison:
 def _sentence(first: History, second: History, benchmark: str) -> str:
     """Returns a sentence that compares two runs after equal updates, and at equal numbers of generated tokens.
 
-    An average between two evaluations is interpolated, and marked: at equal tokens at most one run was not evaluated.
+    At equal tokens one run has an evaluation. The average of the other one may be interpolated; it is marked then.
     """
     accuracies = [history.evaluations[benchmark] for history in (first, second)]
     last = max(set(accuracies[0].updates.tolist()) & set(accuracies[1].updates.tolist()), default=0.0)
-    if not last:  # after no update both were evaluated
+    if not last:  # no update after which both runs were evaluated
         return ""
     ends = [float(accuracy.average[accuracy.updates.tolist().index(last)]) for accuracy in accuracies]
     spent = [float(history.at(np.array([last]), history.tokens)[0]) for history in (first, second)]

@@ -51,7 +51,7 @@ class _Builder:
         self.missing: list[str] = []
 
     def add(self, panel: Panel, curves_fn: CurvesFn, needs: str) -> None:
-        """Adds a panel with the curves of each run that has what it `needs`."""
+        """Adds a panel with the curves of the runs that have the metrics which it `needs`."""
         curves = [curve for index, run in enumerate(self.histories) for curve in curves_fn(index, run)]
         drawn = [curve for curve in curves if np.isfinite(curve.x + curve.y).any()]
         names = {curve.label for curve in drawn}
@@ -63,7 +63,7 @@ class _Builder:
             self.missing.append(f"“{panel.title}” {what}: no {needs}.")
 
     def metric(self, title: str, key: str, y_label: str, top: float | None = None, lowest: float | None = 0.0) -> None:
-        """Adds a panel of one metric against updates; its axis goes from `lowest` to `top`, None: as the curves do."""
+        """Adds a panel of a metric against updates; its y axis goes from `lowest` to `top` (None: as the curves)."""
         panel = Panel(title, UPDATES, y_label, limits=(lowest, top), counted=True)
         self.add(panel, lambda index, run: _smoothed(index, run, run.updates, _column(run, key)), key)
 
@@ -72,7 +72,7 @@ class _Builder:
 
 
 def _column(history: History, key: str) -> Float[np.ndarray, " I"]:
-    """Returns a metric by iteration, nan where it is not there."""
+    """Returns a metric by iteration; NaN where an iteration lacks it."""
     return history.metrics.get(key, np.full(len(history.updates), np.nan))
 
 
@@ -121,7 +121,7 @@ def learning(histories: Sequence[History]) -> Figure:
 
 
 def signal(histories: Sequence[History]) -> Figure:
-    """Returns groups without a gradient, and entropy, alone and against reward."""
+    """Returns the share of groups without a gradient and the entropy against updates, and reward against entropy."""
     builder = _Builder(histories)
     builder.metric("Groups without a signal", "collection/zero_signal_share", "share of groups", 1.04)
     builder.metric("Entropy over training", "update/entropy", "entropy, nats a token")
@@ -142,22 +142,22 @@ def signal(histories: Sequence[History]) -> Figure:
 
 
 def _active(part: slice, num_rounds: int, index: int, run: History) -> list[Curve]:
-    """Returns the share of prompts that drew each round, over the iterations in `part`; no key means no prompt."""
+    """Returns the share of prompts that drew each round, over the iterations in `part`; a missing key counts as 0."""
     rounds = range(1, num_rounds + 1)
     counts = np.array([np.nansum(_column(run, f"collection/active_round_{number}")[part]) for number in rounds])
     return [Curve(run.name, index, np.array(rounds, float), counts / counts[0])] if counts[:1].any() else []
 
 
 def _met_early(prefix: str, index: int, run: History) -> list[Curve]:
-    """Returns the share of prompts that `collection/<prefix>_round_<k>` counts for the first rounds, by iteration."""
+    """Returns by iteration the share of prompts in `collection/<prefix>_round_<k>`, for the first ROUNDS_TO_MEET k."""
     found = [_column(run, f"collection/{prefix}_round_{number}") for number in range(1, ROUNDS_TO_MEET + 1)]
-    # An iteration whose prompts drew fewer rounds lacks the last keys: the count of its last round stands for them.
+    # If its prompts drew fewer rounds, an iteration lacks the last keys, and the count of its last round is used.
     shares = np.fmax.reduce(found) / _column(run, "collection/active_round_1")
     return _smoothed(index, run, run.updates, shares)
 
 
 def sampling(histories: Sequence[History]) -> Figure:
-    """Returns draws per prompt, prompts that continue from round to round, and prompts that end unmet."""
+    """Returns draws per prompt, shares of prompts that draw each round, and prompts whose rule is not met."""
     builder = _Builder(histories)
 
     def draws(index: int, run: History) -> list[Curve]:
@@ -191,7 +191,7 @@ def sampling(histories: Sequence[History]) -> Figure:
 
 
 def _first_and_last(benchmark: str, kind: str, index: int, run: History) -> list[Curve]:
-    """Returns the curves of a kind of the first and of the last evaluation; the first one is faint."""
+    """Returns two curves of one kind: from the first evaluation, which is faint, and from the last one."""
     by_updates = run.curves.get(benchmark, {}).get(kind, {})
     curves = []
     for updates in sorted({min(by_updates), max(by_updates)}) if by_updates else ():
@@ -246,7 +246,7 @@ def difficulty(histories: Sequence[History]) -> Figure:
 
 
 def _phases(history: History) -> dict[str, float] | None:
-    """Computes the seconds of an iteration by phase: medians, and evaluation divided over all iterations."""
+    """Computes the seconds of an iteration by phase: medians; for evaluation, its total divided by the iterations."""
 
     def median(key: str) -> float:
         return float(np.nanmedian(_column(history, key))) if _has(history, key) else 0.0
@@ -255,7 +255,7 @@ def _phases(history: History) -> dict[str, float] | None:
         return None
     reshard, host = median("time/reshard_s"), median("time/host_between_windows_s")
     decode = max(median(COLLECTING) - reshard - host, 0.0)
-    if _has(history, WAITING):  # it decodes during the updates
+    if _has(history, WAITING):  # the sampler decodes during the updates
         decode, host = median(WAITING), 0.0
     return {
         "collect: weights to decoding": reshard,
@@ -312,7 +312,7 @@ def calibration(histories: Sequence[History]) -> Figure:
         "estimates are right on average. The Brier score is the mean squared difference between estimate and outcome "
         "of a draw; the calibration error averages both within each of five bins of the estimate first."
     )
-    # These runs do not plan: one sentence instead of one per panel.
+    # One sentence on the runs that do not plan, instead of one per panel.
     builder.missing = [f"Without {', '.join(others)}: no draws planned with estimates."] if others else []
     return builder.figure("calibration", title, caption)
 

@@ -1,4 +1,4 @@
-"""Runs that go on: their files are read from where the last reading ended. Lines that are damaged are left out."""
+"""Runs that still train: each reading of their files begins where the last one ended. Damaged lines are left out."""
 
 import dataclasses
 import math
@@ -18,13 +18,13 @@ from reinforce_ada_jax.reporting.writers import Metrics
 
 LARGEST = 2**63
 LOG_LINES = 12  # on the page before the first iteration
-# What a reader of the page has of a run: generation, number of rows, and the last iteration whose responses it has.
+# What an open page has of a run: generation, number of rows, and the last iteration whose responses it has.
 Known = tuple[int, int, int]
 NOTHING: Known = (-1, 0, 0)
 
 
 def parsed(line: bytes, after: int) -> Metrics | None:
-    """Returns the metrics of a line; None if it holds none, or those of an iteration that is not after `after`."""
+    """Returns the metrics of a line; None if it has none, or if its iteration is not later than `after`."""
     try:
         found = json_object(line)
     except ValueError:
@@ -35,24 +35,24 @@ def parsed(line: bytes, after: int) -> Metrics | None:
 
 
 class FollowedRun:
-    """One work directory, which may not be there yet."""
+    """Run in a work directory, which may not exist yet."""
 
     def __init__(self, name: str, workdir: pathlib.Path):
         self.name, self.workdir = name, workdir
         self.history: History | None = None
         self._problem = ""  # why its files can't be shown
-        self._generation = 0  # rises when the file was replaced: a resume cuts off what a killed run wrote
+        self._generation = 0  # rises when metrics.jsonl was replaced: a resume removes later lines of a killed run
         self._lines: list[Metrics] = []
         self._inode, self._end, self._written = -1, 0, 0.0
 
     def read(self) -> bool:
-        """Reads what is new; returns True if the history has changed."""
+        """Reads the new lines of metrics.jsonl; returns True if the history has changed."""
         try:
             with (self.workdir / "metrics.jsonl").open("rb") as stream:
                 return self._read(stream)
         except FileNotFoundError:
             return False
-        except (OSError, ValueError) as error:  # a file server that is away, or a config.json of another program
+        except (OSError, ValueError) as error:  # the file server does not answer, or config.json is another program's
             self._problem = str(error).splitlines()[0]
             return False
 
@@ -76,7 +76,7 @@ class FollowedRun:
         return replaced or len(self._lines) > before
 
     def unread(self) -> dict[str, Any]:
-        """Returns the run as the page's program reads it, without anything of its files."""
+        """Returns the run in the form that the page's program reads, without content of its files."""
         return {"name": self.name, "workdir": buckets.origin(self.workdir), "begin": 0, "keys": [], "rows": []}
 
     def _run(self, begin: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class FollowedRun:
             return page.run_data(self.history, begin)
         if not (self.workdir / CONFIG).exists():
             return self.unread()
-        # No iteration is finished: configuration, devices, the evaluation before, and the newest lines of the log.
+        # Before the end of the first iteration: configuration, devices, the first evaluation, and the end of the log.
         known = page.run_data(dataclasses.replace(of_lines(self.workdir, []), name=self.name))
         log = self.workdir / "logs" / "host-0.log"
         lines = log.read_text("utf-8", "replace").splitlines() if log.exists() else []
@@ -104,12 +104,12 @@ class FollowedRun:
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0]
         age = round(max(time.time() - self._written, 0.0), 1)
-        generation = self._generation if self.history else NOTHING[0]  # before the first iteration all is told again
+        generation = self._generation if self.history else NOTHING[0]  # without an iteration all is sent again
         return run | {"generation": generation, "age": age, "problem": problem, "seen": last}, sampled
 
 
 class FollowedRuns:
-    """Runs on one live page. They are read when a page asks, and only if the last reading was `interval_s` ago."""
+    """Runs on one live page. They are read when a page asks, but at most once in `interval_s` seconds."""
 
     def __init__(self, workdirs: Sequence[pathlib.Path], interval_s: float = 1.0):
         self.runs = [FollowedRun(name, path) for name, path in zip(unique_names(workdirs), workdirs, strict=True)]
@@ -133,14 +133,14 @@ class FollowedRuns:
         self._read_at = time.monotonic()
 
     def page(self) -> str:
-        """Returns the page, which asks for all that it shows."""
+        """Returns the page without data: its program requests everything that it shows."""
         return page.render({"live": True, "runs": [run.unread() for run in self.runs]})
 
     def news(self, known: Sequence[Known], version: int) -> dict[str, Any]:
         """Returns the parts of each run, and the tables, that a page does not have yet.
 
-        `known` is what the page has of each run, `version` that of its tables. A page with another number of runs gets
-        everything.
+        `known` is what the page has of each run, `version` the version of its tables. A page with another number of
+        runs gets everything.
         """
         if len(known) != len(self.runs):
             known, version = [NOTHING] * len(self.runs), -1

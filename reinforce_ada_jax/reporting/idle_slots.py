@@ -4,7 +4,7 @@ import math
 
 from reinforce_ada_jax.config import Config, collection_rules
 
-ADVICE_AT = 3  # iterations: the first ones may be short of kept responses or of prefetched ones
+ADVICE_AT = 3  # iteration of the advice; earlier ones may have few kept or prefetched responses
 BUSY_ENOUGH = 0.6
 
 

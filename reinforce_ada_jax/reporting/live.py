@@ -1,8 +1,8 @@
-"""The live page: a small HTTP server of the page and of what is new, in a process that no run waits for.
+"""The live page: a small HTTP server for the page and its new data, in a process that no run waits for.
 
 It listens on loopback unless told otherwise, reads the files of the runs, and writes nothing. A connection has ten
-seconds for its request and ten for the answer. There are at most `MOST_CONNECTIONS`: for a further one the oldest
-without a request is closed.
+seconds for its request and ten for the answer. There are at most `MOST_CONNECTIONS`. A further connection closes the
+oldest one without a request; if all have one, the further connection is closed.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class _Server:
         self._num_open += 1
         self._waiting[writer] = None
         try:
-            # A browser that has left or is too slow, or no browser.
+            # Errors of a browser that has left or is too slow, or of another program.
             with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
                 async with asyncio.timeout(TIMEOUT_S):
                     request = await reader.readuntil(b"\r\n\r\n")
@@ -75,11 +75,11 @@ class _Server:
             writer.close()
 
     def _answer(self, request: str) -> bytes:
-        """Returns the answer to a request, in a thread: it reads the files of the runs."""
+        """Returns the answer to a request. It runs in a thread, because it reads the files of the runs."""
         line, _, lines = request.partition("\r\n")
         headers = email.message_from_string(lines)
-        address = line.removeprefix("GET ").partition(" ")[0]  # that of another method is none of these
-        # Another site could make its own name point here, and read the runs of the user.
+        address = line.removeprefix("GET ").partition(" ")[0]  # with another method it matches no address below
+        # Another web site could make its host name resolve to this machine, and read the runs of the user.
         if self._is_local and not LOCAL_HOST.fullmatch(headers.get("Host", "")):
             status, kind, text = http.HTTPStatus.FORBIDDEN, "text/plain", "The host of this page is localhost."
         elif address.partition("?")[0] == "/":
@@ -119,14 +119,14 @@ def serve(workdirs: Sequence[pathlib.Path], listener: socket.socket) -> None:
     async def forever() -> None:
         made = _Server(FollowedRuns(workdirs), listener.getsockname()[0])
         await asyncio.start_server(made.connected, sock=listener, backlog=BACKLOG)
-        await asyncio.Event().wait()  # and not `serve_forever`, which waits for open connections at the end
+        await asyncio.Event().wait()  # `serve_forever` would wait for open connections at the end
 
     asyncio.run(forever())
 
 
 @contextlib.contextmanager
 def in_a_process(workdir: pathlib.Path, listener: socket.socket) -> Iterator[None]:
-    """Serves the page of a run in a process of its own, which ends with this one, however that ends."""
+    """Serves the page of a run in another process, which ends when this process ends, even if it is killed."""
     with listener:
         descriptor = listener.fileno()
         module = "reinforce_ada_jax.reporting.live"

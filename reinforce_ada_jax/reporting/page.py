@@ -1,9 +1,9 @@
 """index.html: one page with curves, configurations and sampled responses of runs, which needs no server and no network.
 
-The page is a template without content. Its program draws everything from JSON: the page in a file has all of it, the
-live page (`live`) asks for what is new. A response is hostile text and must stay text. It is embedded as JSON with `<`,
-`>`, `&` and line separators as escapes; the page's program inserts it as text, never as markup; and the page's content
-policy allows no other program, and no network.
+The page is a template without content. Its program draws everything from JSON. The page in a file contains all of it;
+the live page (`live`) requests new data. Responses are untrusted text and must stay text. They are embedded as JSON
+with `<`, `>`, `&` and line separators as escapes, and the page's program inserts them as text, never as markup. The
+page's content policy allows no other program; the page in a file may use no network, a live page only its own server.
 """
 
 import base64
@@ -29,14 +29,14 @@ from reinforce_ada_jax.reporting.samples import SampledResponses, description, e
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
 PROGRAM = ("charts.js", "responses.js", "report.js")
-# Characters that could end the element that holds the JSON, and surrogates, which UTF-8 lacks.
+# Characters that could end the element with the JSON, and surrogates, which UTF-8 cannot encode.
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 COLUMNS = (
     "run", "iteration", "prompt", "problem", "draw", "response", "boxed", "correct", "reason", "reward", "advantage",
     "tokens", "truncated",
 )  # fmt: skip
-MOST_POINTS = 400  # of a curve that is no metric over time: a live page gets all of it again with each iteration
-RECENT = 10  # iterations whose mean time says how long the others take
+MOST_POINTS = 400  # of a curve in `figure_data`: a live page gets the whole curve again with each iteration
+RECENT = 10  # iterations whose mean time predicts that of the remaining ones
 
 
 def embedded(value: Any) -> str:
@@ -79,7 +79,7 @@ def metric_rows(history: History, begin: int = 0) -> dict[str, Any]:
 
 
 def seconds_left(history: History) -> float | None:
-    """Estimates the seconds until the last iteration, from the newest ones; None if the metrics have no times."""
+    """Estimates the seconds until the run ends, from the newest iterations; None if the metrics have no times."""
     iterations = history.config.get("iterations")
     spent = np.diff(history.seconds, prepend=0.0)
     evaluating = history.metrics.get(EVALUATING)
@@ -91,7 +91,7 @@ def seconds_left(history: History) -> float | None:
 
 
 def run_data(history: History, begin: int = 0) -> dict[str, Any]:
-    """Returns a run as the page's program reads it, its metrics from row `begin` on."""
+    """Returns a run in the form that the page's program reads, with its metrics from row `begin` on."""
     run: dict[str, Any] = {"name": history.name, "workdir": buckets.origin(history.workdir), "begin": begin}
     iterations = history.config.get("iterations")
     run |= {"iterations": iterations if isinstance(iterations, int) else None, "left": _number(seconds_left(history))}
@@ -124,7 +124,7 @@ def _panel(panel: Panel, runs: Sequence[int]) -> dict[str, Any]:
 def figure_data(figures: Sequence[Figure], runs: Sequence[int]) -> list[dict[str, Any]]:
     """Returns the figures without the panels over updates, tokens or time, which the page draws from the metrics.
 
-    `runs` are the places on the page of the runs that the figures show.
+    `runs` are the indices on the page of the runs that the figures show.
     """
     over_time = {label for label, _ in BUDGETS.values()}
     found = []
@@ -147,7 +147,7 @@ def comparison_data(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
 
 
 def response_data(sampled: Sequence[SampledResponses]) -> dict[str, Any]:
-    """Returns the responses as the page's program reads them: rows of `COLUMNS`, runs and problems as indices."""
+    """Returns the responses for the page's program: rows of `COLUMNS`, with runs and problems as indices."""
     problems: dict[tuple[str, str], int] = {}
     rows = []
     for run, found in enumerate(sampled):

@@ -1,7 +1,7 @@
 """Drawing of panels with curves and bars as PNG and SVG, on light and on dark paper.
 
-Nothing here knows runs: `curves` makes the data. Lines differ in colour, dashes and marker and are named at their ends,
-and bars are hatched, so figures can be read in grey.
+This module only draws; `curves` makes the data of runs. Lines differ in colour, dashes and marker and are named at
+their ends, and bars are hatched, so figures can be read in grey.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def literal(text: str, longest: int = LONGEST_NAME) -> str:
 
 
 def _shown(curve: Curve, panel: Panel) -> Curve:
-    """Returns the curve without its points that are not finite, or that a logarithmic axis lacks."""
+    """Returns the curve without points that are not finite or, on a logarithmic axis, not above 0."""
     finite = np.isfinite(curve.x) & np.isfinite(curve.y) & ((curve.y > 0) | (panel.y_scale != "log"))
     error = None if curve.error is None else curve.error[finite]
     band = None if curve.band is None else (curve.band[0][finite], curve.band[1][finite])
@@ -65,7 +65,7 @@ def _draw_curves(axis: Axes, panel: Panel, theme: Mapping) -> None:
         axis.set(xlim=(0, 1), ylim=(0, 1))
     axis.set_xscale(panel.x_scale)
     if panel.y_scale == "log" and axis.dataLim.height > 0:
-        axis.set_yscale("log")  # values that are as good as 0 would leave no room for the others
+        axis.set_yscale("log")  # without a lower end, values near 0 would leave no room for the others
         axis.set_ylim(bottom=max(axis.get_ylim()[0], axis.get_ylim()[1] * LEAST))
     if panel.powers:
         ks = sorted({int(k) for curve in panel.curves for k in curve.x})
@@ -154,7 +154,7 @@ def _canvas(panels: Sequence[Panel], columns: int, theme: Mapping) -> Figure:
         named = len({curve.label for curve in panel.curves})
         if 1 < named <= MOST_NAMED and panel.x_scale == "linear":
             _name_lines(axis, panel, theme)
-        elif named > 1:  # over pass rates, lines often end at one point
+        elif named > 1:  # on an axis of pass rates, lines often end at the same point
             axis.legend(frameon=False, fontsize="x-small", labelcolor=theme["ink"])
     canvas.draw_without_rendering()
     canvas.set_layout_engine("none")  # the layout has room for the names; saving need not compute it again

@@ -12,7 +12,7 @@ LINE = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]
 
 
 class _Lines:
-    """Output that is no terminal: tqdm moves back to the start of its line, a log file gets another line instead."""
+    """Output to a log file: tqdm would go back to the start of its line, here each text is a new line."""
 
     def write(self, text: str) -> None:
         line = text.strip()
@@ -31,14 +31,14 @@ def _style() -> dict[str, Any]:
 
 
 def watched(items: range, what: str, *, quiet: bool = False) -> tqdm.tqdm:
-    """Returns the items, counted in a line of their own if they take more than `PATIENCE_S` seconds."""
+    """Returns the items; a progress line counts them if they take more than `PATIENCE_S` seconds."""
     return tqdm.tqdm(items, desc=what, delay=PATIENCE_S, leave=False, disable=quiet, **_style())
 
 
 class Progress:
     """One line at the terminal: units done (iterations, problems), rate, time left, and the current phase.
 
-    A quiet one shows only what `say` gets. In a log file it is a line a minute, and one at the end.
+    With `quiet` only the texts of `say` are shown. A log file gets a line every minute, and one at the end.
     """
 
     def __init__(self, total: int, done: int, unit: str = "iteration", *, quiet: bool = False):

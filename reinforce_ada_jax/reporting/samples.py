@@ -1,4 +1,4 @@
-"""Sampled responses of a run, in samples/: writing those of an iteration, and choosing those that a report shows.
+"""Sampled responses of a run, in samples/: an iteration's are written, and those that a report shows are chosen.
 
 A report shows as many iterations as fit, evenly spaced, including the newest.
 """
@@ -84,7 +84,7 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
 def read(
     workdir: pathlib.Path, most_rows: int, most_bytes: int, after: int = 0, last: int | None = None
 ) -> SampledResponses:
-    """Reads samples of a run within the limits; if one iteration alone exceeds them, its first responses.
+    """Reads samples of a run within the limits, always some of the newest iteration: at most `most_rows` of it.
 
     Only iterations after `after`, up to `last` (None: all), are counted and read.
     """

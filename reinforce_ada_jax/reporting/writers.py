@@ -15,7 +15,7 @@ from typing import Any
 from reinforce_ada_jax.files.durable import read_records, write_atomically
 
 Metrics = dict[str, int | float]
-# Key of a line with the numbers that JSON does not have, by their keys: "nan", "inf", "-inf".
+# Key in a line for the numbers that JSON lacks: {key of a metric: "nan", "inf" or "-inf"}.
 NOT_FINITE = "not_finite"
 
 
@@ -45,10 +45,10 @@ class MetricsWriter:
     """Writer of a run's metrics to metrics.jsonl and to the trackers, with the same names and numbers."""
 
     def __init__(self, workdir: pathlib.Path, *, last_iteration: int, trackers: str = "", quiet: bool = False):
-        """Opens the files for the iterations after `last_iteration`, and removes later lines of a run that was killed.
+        """Opens the files for the iterations after `last_iteration`, and removes later lines that a killed run wrote.
 
-        `lacking` is then the number of iterations up to it that have no line. `trackers` is as `logging.trackers`; with
-        `quiet` they print nothing.
+        The attribute `lacking` is the number of iterations up to `last_iteration` that have no line. `trackers` is the
+        setting `logging.trackers`; with `quiet` the trackers print nothing.
         """
         self._file, self._quiet = workdir / "metrics.jsonl", quiet
         lines = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
@@ -62,7 +62,7 @@ class MetricsWriter:
         self._trackers = [start[name](project) for name, project in _projects(trackers).items() if name in start]
 
     def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
-        """Writes one line, which is on disk when this returns, and the plots."""
+        """Writes one line, which is in the file when this returns, and plots the metrics."""
         with self._file.open("a") as file:
             file.write(_to_line({"iteration": iteration, **metrics}))
         self.plot(iteration, metrics)
@@ -80,13 +80,13 @@ class MetricsWriter:
 
 
 class _TensorBoard:
-    """Events of TensorBoard, written at once: an error of the disk reaches the caller.
+    """Events of TensorBoard, written in the caller's thread, so that a disk error reaches the caller.
 
     SummaryWriter of tensorboardX writes in a thread. A full disk ends the thread, and the next events wait without end.
     """
 
     def __init__(self, folder: pathlib.Path, last_iteration: int):
-        # They take a third of a second, and are optional.
+        # These imports take a third of a second, and the packages are optional.
         from tensorboardX import summary  # noqa: PLC0415
         from tensorboardX.proto import event_pb2  # noqa: PLC0415
         from tensorboardX.record_writer import RecordWriter  # noqa: PLC0415
@@ -104,13 +104,13 @@ class _TensorBoard:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def log(self, metrics: Mapping[str, int | float], step: int) -> None:
-        """Writes the points of one iteration, which are on disk when this returns."""
+        """Writes the points of one iteration, which are in the file when this returns."""
         for name, value in metrics.items():
             self._add(step=step, summary=self._scalar(name, value))
         self._records.flush()
 
     def finish(self) -> None:
-        with contextlib.suppress(OSError):  # that of a write which failed before, and was raised there
+        with contextlib.suppress(OSError):  # the error of an earlier write, which was raised there
             self._records.close()
 
 
@@ -154,11 +154,11 @@ def check_installed(trackers: str) -> None:
 
 
 def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
-    """Starts or resumes the trackio run of a work directory: its name there, with an id, because names resume runs."""
+    """Starts or resumes the trackio run of a work directory. Its name has an id, because trackio resumes by name."""
     trackio, name = _tracker("trackio", project), f"{workdir.resolve().name}-{_stored_id(workdir / 'trackio_id')[:8]}"
     with _silence(quiet):
         try:
-            # Its own logging of CPU and GPU asks the machine every ten seconds.
+            # The logging of CPU and GPU by trackio would query the machine every ten seconds.
             return trackio.init(
                 project=project, name=name, config=_config(workdir), resume="allow", embed=False, auto_log_gpu=False,
                 auto_log_cpu=False,
