@@ -48,14 +48,14 @@ def _print_expectations(inputs: Inputs, found: Mapping[str, Expectations]) -> No
         print(rate_table(inputs.pass_rates, {title: next(iter(column.values())) for title, column in columns.items()}))
         return
     for title, column in columns.items():
-        if title not in ("+-", "rounds", "pool mean"):  # details, which the table of one strategy has
+        if title not in ("+-", "rounds", "pool mean"):  # details, which only the table of a single strategy has
             print(f"\n{title}\n{rate_table(inputs.pass_rates, column)}")
 
 
 def _prompt_set(
     sections: Mapping[str, CollectionConfig], rates: Float[np.ndarray, " N"], tokens: int | None
 ) -> dict[str, Any]:
-    """Prints and returns what one pass over a prompt set costs and gives, in all and by tenths of the pass rate.
+    """Prints and returns costs and results of one pass over a prompt set, in total and by tenths of the pass rate.
 
     Progress is relative to that of the first strategy.
     """

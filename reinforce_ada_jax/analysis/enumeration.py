@@ -21,14 +21,14 @@ from reinforce_ada_jax.types import EQUAL_NOISE, Pool, Prompt, Response, ScoreNo
 
 # A strategy without a limit is followed until less than this probability is left.
 NEGLIGIBLE = 1e-12
-# It has at most this many rounds: retries with a probability of 0.95 are negligible after 540.
+# Such a strategy has at most this many rounds: retries with a probability of 0.95 are negligible after 540.
 MAX_ROUNDS = 20_000
 # `Outcomes.success_round` and `.success_correct` of a prompt without a correct draw.
 NO_SUCCESS = (-1, 0)
-# Pass rates followed together; bounds the memory that 100,000 distinct ones take.
+# Number of pass rates that are followed together. It bounds the memory for 100,000 distinct ones.
 BLOCK = 512
 
-Rates = Float[np.ndarray, " P"]  # or another number for each pass rate
+Rates = Float[np.ndarray, " P"]  # pass rates, or other numbers: one for each pass rate
 
 PROMPT = Prompt("simulated", problem="", answer="", tokens=np.zeros(1, np.int32))
 _RESPONSE = Response(PROMPT.id, 0, np.zeros(1, np.int32), np.zeros(1, np.float32), truncated=False)
@@ -40,9 +40,10 @@ class Outcomes:
     """Final states of a prompt, and their probabilities at P pass rates.
 
     A state has the numbers of rounds, draws and correct draws. For a strategy with `coefficients` it also has the first
-    round with a correct draw (-1: none; not followed for other strategies), and the correct draws of that round.
+    round with a correct draw (-1: none), and the correct draws of that round; for other strategies they are -1 and 0.
 
-    A column of `probability` sums to 1 minus the part that was cut. `cut` is the largest such part, 0 with a limit.
+    A column of `probability` sums to 1 minus the part that was cut off. `cut` is the largest such part; it is 0 if the
+    strategy has a limit of draws.
     """
 
     rounds: Int[np.ndarray, " S"]
@@ -60,8 +61,9 @@ class Expectations:
 
     `variance` is the noise-to-signal ratio of one prompt, inf or nan where E[g] = 0. Two strategies with equal
     `variance_draws` learn equally much from equal numbers of draws, whatever the number of prompts. `score_noise` is
-    the noise of responses that differ beyond their verdict, in units of the variance of one score; squares of correct
-    and wrong responses are weighed by their `noise`. In a large policy it is most of the noise.
+    the noise from scores that differ between responses of the same verdict, in units of the variance of one score;
+    squares of correct responses are multiplied by `noise.success`, those of wrong ones by `noise.wrong`. In a large
+    policy it is most of the noise.
     """
 
     pass_rates: Rates
@@ -102,7 +104,7 @@ def outcomes(
 
     It goes from state to state by `next_draws`, `continue_probability` and binomial rounds, as collect.py does. The
     strategy sees only the counts in a PromptProgress, and this `estimate` and `planned` for all prompts. A strategy
-    without `max_draws` is cut where less than 1e-12 is left at every pass rate.
+    without `max_draws` is cut off when a probability below 1e-12 is left at every pass rate.
 
     Raises:
       ValueError: the strategy breaks its own bounds, or never ends.
@@ -168,13 +170,13 @@ def terms_by_state(
 ) -> Callable[..., GroupTerms]:
     """Returns the terms of a pool as a function of its final state: the numbers of `Outcomes`, in their order.
 
-    Its correct responses come first; with a success (round t, k correct draws), wrong ones fill the rounds before t.
-    The built-in `keep` rules keep equally many correct and wrong responses in every order of draws; for a rule that
-    looks at the order, these are its terms for this order.
+    Correct responses come first in the pool. For a state with a success (round t, k correct draws), wrong responses
+    fill the rounds before t. The built-in `keep` rules keep the same numbers of correct and of wrong responses in every
+    order of draws. For a rule that depends on the order, the terms are those of this order.
     """
 
     def sizes_of(rounds: int) -> list[int]:
-        """Returns the sizes of the first `rounds` rounds, of which at most the last has correct draws."""
+        """Returns the sizes of the first `rounds` rounds, when no round before the last has a correct draw."""
         sizes: list[int] = []
         while len(sizes) < rounds:
             progress = PromptProgress(PROMPT, len(sizes), sum(sizes), 0, estimate=estimate, planned=planned)
@@ -201,18 +203,18 @@ def terms_by_state(
         return GroupTerms(*numbers, *sums, zero=not advantages.any())
 
     def terms(rounds: int, drawn: int, correct: int, success_round: int, success_correct: int) -> GroupTerms:
-        """Computes states once that differ only in numbers which the strategy does not use."""
+        """Returns the terms of a state; states that differ only in numbers without an effect are computed once."""
         if strategy.coefficients is not None:
             return distinct(rounds, drawn, correct, success_round, success_correct)
-        # Groups depend on rounds only where the rule drops some.
+        # A group depends on the number of rounds only if unmet prompts are dropped.
         return distinct(rounds if strategy.drop_unmet else 1, drawn, correct, *NO_SUCCESS)
 
     return terms
 
 
 def _mean(ends: Outcomes, values: np.ndarray) -> Rates:
-    """Returns the mean of a number per state at each pass rate."""
-    # The differences from the first value are averaged, so that equal values are their own mean to the last bit.
+    """Returns the mean of `values`, one for each state, at each pass rate."""
+    # The differences from the first value are averaged, so that the mean of equal values has exactly their bits.
     values = np.asarray(values, np.float64)
     return values[0] + (values - values[0]) @ ends.probability
 
@@ -222,7 +224,7 @@ def _block(
 ) -> dict[str, Rates]:
     """Returns the columns of `Expectations` at some pass rates, and three numbers on the kept responses.
 
-    These are mean and variance of the sum of A_i (r_i - p), and the mean of the sum of A_i^2.
+    These are mean and variance of the sum of A_i (r_i - p), and the mean of the sum of A_i^2, weighted by `noise`.
     """
     ends = outcomes(strategy, pass_rates, estimate, planned)
     numbers = ends.rounds, ends.drawn, ends.correct, ends.success_round, ends.success_correct
@@ -312,11 +314,11 @@ def expectations(
 
 
 def progress(found: Expectations) -> tuple[float, float]:
-    """Returns how much the best step raises the means of p and of log p for each draw, in one unit for all strategies.
+    """Returns the rise of the mean of p, and of log p, by the best step, per draw; all strategies have the same unit.
 
     A step eta raises the mean of f(p) by eta E[g] . grad f - eta^2 E[g^2] / 2, if all strategies have the same
-    curvature. The best eta gives (E[g] . grad f)^2 / (2 E[g^2]). The sums over prompts are those of the policy with
-    one logit for each. Prompts with p = 0 or 1 cost their draws, and add nothing.
+    curvature. The best eta gives (E[g] . grad f)^2 / (2 E[g^2]). The sums over prompts are those of a policy with one
+    logit per prompt. Prompts with p = 0 or 1 cost their draws, and add nothing.
     """
     rates = found.pass_rates
     mean = np.nan_to_num(found.signal) * rates * (1.0 - rates)

@@ -54,7 +54,7 @@ def write(output: str | None, name: str, panels: Sequence[Panel], result: Mappin
     """Draws name.png, name.svg and name-dark.svg into the folder `output`, and writes name.json; None: no files."""
     if output is None:
         return
-    from reinforce_ada_jax.reporting import plotting  # noqa: PLC0415  (half a second, for a table as well)
+    from reinforce_ada_jax.reporting import plotting  # noqa: PLC0415  (half a second, for figures only)
 
     folder = pathlib.Path(output)
     plotting.draw(panels, folder / name, columns=3 if len(panels) <= 3 else -(-len(panels) // 2))
@@ -63,7 +63,7 @@ def write(output: str | None, name: str, panels: Sequence[Panel], result: Mappin
 
 
 def _plain(value: Any) -> Any:
-    """Returns `value` as JSON has it; numbers that are not finite become null."""
+    """Returns `value` in types that JSON has; numbers that are not finite become null."""
     if dataclasses.is_dataclass(value):
         return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if isinstance(value, Mapping):
