@@ -17,10 +17,10 @@ class Alias:
 
     libraries: str  # programs that have it
     keys: tuple[str, ...]  # our settings, which all get the value; empty if the name is refused
-    note: str = ""  # what differs; of a refused name, what to set
+    note: str = ""  # what differs; for a refused name, what to set instead
     # Our value for each of theirs, or our settings ("learning.loss=cispo"); empty where values are the same.
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    others: bool = False  # whether a value that `values` lacks is taken as it is
+    others: bool = False  # a value that is not in `values` is taken as it is
 
     @property
     def known_values(self) -> str:
@@ -144,7 +144,7 @@ ALIASES = {
 
 _UPDATES = "It counts updates. Set {}, in iterations of collection.prompts_per_iteration prompts."
 _WHOLE = "Training samples come from the whole distribution, which scores know. evaluation.{} is for evaluations."
-# Names without a counterpart by program, and what to do.
+# ({program: names without a counterpart}, what to do instead).
 _REFUSED = (
     ({"TRL": "per_device_train_batch_size gradient_accumulation_steps"},
      "Set learning.prompts_per_update: prompts of one update on all devices, which are per_device_train_batch_size "
@@ -255,13 +255,13 @@ def hint(name: str) -> str:
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns (arguments with our settings in place of the names of other programs, notes for the user).
 
-    An alias of several settings leaves out those that are also given by themselves.
+    An alias that sets several settings does not set those that are also given under their own names.
 
     Raises:
       ValueError: names or values have no counterpart, one line for each; or a setting is given by two names.
     """
     matches = [re.fullmatch(r"--?config\.([\w.]+)=(.*)", argument, re.DOTALL) for argument in arguments]
-    given: dict[str, str] = {}  # name by the setting that it sets alone
+    given: dict[str, str] = {}  # {setting: the name that sets this setting only}
     for name, value in (match.groups() for match in matches if match):
         keys = [setting.partition("=")[0] for setting in _settings(name, value)]
         if len(keys) == 1 and given.setdefault(keys[0], name) != name:

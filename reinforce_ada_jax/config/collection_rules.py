@@ -1,6 +1,6 @@
 """Rules of the `collection` section alone, and the numbers that follow from its settings.
 
-`validate` checks a run by them before any device work, and collection/strategies.py whatever it builds.
+`validate` checks a run with them before any device work; collection/strategies.py checks each strategy that it builds.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def correction(collection: CollectionConfig) -> str:
 
 
 def allocation(collection: CollectionConfig) -> str:
-    """Returns how `estimate` allots draws: as set, or "hybrid", or "variance" where the weight w(p) is constant."""
+    """Returns how `estimate` allots draws; where it is not set, "variance" if w(p) is constant, else "hybrid"."""
     return collection.allocation or ("variance" if weight_is_constant(collection) else "hybrid")
 
 
@@ -74,8 +74,8 @@ def weight_is_constant(collection: CollectionConfig) -> bool:
 def draws_speculatively(collection: CollectionConfig) -> bool:
     """Returns True if idle slots start rounds before the verdicts that ask for them.
 
-    By default only where rounds are small: those of M = 8 leave few slots idle, 0.936 of slot-steps are useful either
-    way; with M = 1 it is 0.89 in place of 0.52 (docs/performance.md).
+    By default it is True only for small rounds. Rounds of M = 8 leave few slots idle: 0.936 of slot-steps are useful
+    with and without it. With M = 1 it is 0.89 with it and 0.52 without (docs/performance.md).
     """
     if collection.speculative is None:
         return collection.samples_per_round < collection.group_size
@@ -244,7 +244,7 @@ def correction_fits(collection: CollectionConfig) -> None:
 
 
 def _weights_count_once(collection: CollectionConfig) -> None:
-    """Raises ValueError if w(p) counts twice: by draws that grow as p falls, and as a whole weight."""
+    """Raises ValueError if w(p) counts twice: in the number of draws, which grows as p falls, and as a factor."""
     pools = collection.strategy == "ngu" or (
         collection.strategy in ("positive", "balance") and collection.keep == "pool"
     )

@@ -16,9 +16,9 @@ def packaged_configs() -> dict[str, pathlib.Path]:
 
 
 def config_file(name: str) -> str:
-    """Returns the configuration file that a name means: a path itself, "tiny" the packaged file tiny.py.
+    """Returns the configuration file of a name: a path is the file itself, "tiny" means the packaged tiny.py.
 
-    Raises ValueError where the name is no path, and no packaged configuration has it.
+    Raises ValueError if the name is neither a path nor that of a packaged configuration.
     """
     if "/" in name or ".py" in name:
         return name
@@ -32,5 +32,5 @@ def config_file(name: str) -> str:
 
 
 def packaged(name: str) -> ConfigDict:
-    """Returns the settings of a packaged configuration, such as "tiny"; ValueError, with their names, for another."""
+    """Returns the settings of a packaged configuration, such as "tiny"; ValueError for other names lists them."""
     return user_code.run(pathlib.Path(config_file(name))).get_config()

@@ -5,15 +5,16 @@ import difflib
 from reinforce_ada_jax.config.defaults import settings
 from reinforce_ada_jax.config.reference import COMMON
 
-# A name without a section is compared with those of all sections: at 0.6, batch_size would mean sampling.page_size.
+# Similarity that is enough for a name without a section, which is compared with the names in all sections: with 0.6,
+# batch_size would mean sampling.page_size.
 SURE = 0.8
 
 
 def meant(name: str) -> list[str]:
     """Returns the settings that a name may mean, as dotted keys; [] if none is near.
 
-    The name may lack its section, have that of another setting, stand for a whole section, be the initials of a setting
-    ("lr"), or be misspelt.
+    The name may lack its section, have the section of another setting, mean a whole section, be the initials of a
+    setting ("lr"), or be misspelt.
     """
     keys = [key for key, _ in settings()]
     words = name.replace("-", "_")

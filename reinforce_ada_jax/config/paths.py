@@ -8,12 +8,12 @@ import tempfile
 
 from reinforce_ada_jax.files import buckets
 
-# "gs://bucket/x", also as pathlib shortens it.
+# "gs://bucket/x", and "gs:/bucket/x", as pathlib shortens it.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 def check_local(name: str, path: object, *, others: str = "") -> None:
-    """Raises ValueError if `path` is a URL. For the message: `name` of the flag, and `others` that can be named."""
+    """Raises ValueError if `path` is a URL. The message has the flag `name`, and `others`, further places allowed."""
     if _URL.match(str(path)):
         url = _URL.sub(r"\1://", str(path))
         raise ValueError(
@@ -23,7 +23,7 @@ def check_local(name: str, path: object, *, others: str = "") -> None:
 
 
 def check_input(name: str, path: object) -> None:
-    """Raises ValueError if `path` is a URL, other than one of a usable bucket; arguments as for `check_local`."""
+    """Raises ValueError if `path` is a URL, unless it is in a usable bucket; arguments as for `check_local`."""
     if buckets.is_bucket(path):
         buckets.check(name, path)
     else:
@@ -31,7 +31,7 @@ def check_input(name: str, path: object) -> None:
 
 
 def check_source(name: str, source: str) -> None:
-    """Raises ValueError as `check_input` does; "tfds:/DIR" and "hf:/DIR", sources of problems, are no URLs."""
+    """Raises ValueError as `check_input` does, but not for the sources "tfds:/DIR" and "hf:/DIR": they are no URLs."""
     if buckets.is_bucket(source) or "://" in source:
         check_input(name, source)
 
@@ -51,12 +51,12 @@ def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:
     above = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     if not (path.exists() or above.is_dir()):
         raise ValueError(f"{name} is {str(path)!r}, but {str(above)!r} is a file: name another path.")
-    try:  # permissions alone do not tell: root may write everywhere, and nothing can be made in /proc
+    try:  # permissions are not enough: root may write everywhere, but nothing can be made in /proc
         if not os.access(above, os.W_OK):
             raise PermissionError
         if not path.exists():
             os.rmdir(tempfile.mkdtemp(dir=above))
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # another path is no remedy
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # another path does not help
             raise
         raise ValueError(f"{name} is {str(path)!r}, and {str(above)!r} can't be written: name another path.") from None

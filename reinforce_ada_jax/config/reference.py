@@ -12,7 +12,7 @@ from reinforce_ada_jax.config.settings import Config
 
 RULES = {rule.__name__: rule for rule in (*rules.FIRST, *rules.RULES, *collection_rules.RULES)}
 ALL = "all"  # names every section in `help_text`
-# What most runs change, in the order of docs/settings.md; `--help` shows these.
+# Settings that most runs change, in the order of docs/settings.md; `--help` shows these.
 COMMON = (
     "seed", "iterations", "model.path", "data.prompts", "data.template", "data.max_prompt_tokens", "reward.kind",
     "reward.path", "collection.strategy", "collection.group_size", "collection.prompts_per_iteration",

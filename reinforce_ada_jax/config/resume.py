@@ -39,7 +39,7 @@ def identity_hash(config: Config) -> str:
 
 
 def differences(config: Config, saved: Mapping[str, Any]) -> dict[str, str]:
-    """Returns "key: saved -> now" by key, for the settings that make `config` another run than `saved` describes."""
+    """Returns {key: "key: saved -> now"} of the settings that make `config` another run than `saved`."""
     now, then = flatten(json.loads(to_json(config))), flatten(saved)
     return {
         key: f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
@@ -74,7 +74,7 @@ def read(workdir: pathlib.Path) -> Config | None:
 
 
 def with_saved_dtype(config: Config, workdir: pathlib.Path) -> Config:
-    """Returns `config`; model.compute_dtype "auto" becomes that of the run in `workdir`, if there is one."""
+    """Returns `config` with the dtype of the run in `workdir`, if any, in place of model.compute_dtype "auto"."""
     saved = _saved(workdir) if config.model.compute_dtype == "auto" else None
     dtype = saved and flatten(saved).get("model.compute_dtype")
     return replaced(config, {"model.compute_dtype": dtype}) if dtype else config
@@ -86,7 +86,7 @@ def _of_saved_run(config: Config, workdir: pathlib.Path) -> dict[str, str]:
 
 
 def shortened(lines: Sequence[str]) -> str:
-    """Returns indented lines: at most SHOWN, and how many more there are."""
+    """Returns indented lines: at most SHOWN; if there are more, the last one says how many."""
     more = f"\n  ... and {len(lines) - SHOWN + 1} more" if len(lines) > SHOWN else ""
     return "  " + "\n  ".join(lines[: SHOWN - 1 if more else SHOWN]) + more
 

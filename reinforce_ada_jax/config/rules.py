@@ -30,7 +30,7 @@ def longest_response(config: Config) -> int:
 
 
 def longest_prompt(config: Config) -> int:
-    """Returns the most tokens that come before a response; before a later turn of a trajectory its earlier ones do."""
+    """Returns the most tokens before a response or, in an environment, before a turn, which earlier turns precede."""
     return config.data.max_prompt_tokens + (longest_response(config) if config.environment.path else 0)
 
 
@@ -43,10 +43,10 @@ def longest_turn(config: Config) -> int:
 def begun_tokens(config: Config) -> int:
     """Returns the most tokens of a response that continues where it was cut or broken off; 0 if none does.
 
-    With `collection.overlap` = in_flight all responses may continue. Otherwise only those do that ran when the run was
-    told to end, and only if they may be longer than LONG_RESPONSE: each prompt row of an engine needs room for their
-    tokens, so short ones are drawn again. Long ones are drawn again, too, where `sampling.pages` has no room for such a
-    prompt, and in an environment, whose unfinished trajectories can't continue.
+    With `collection.overlap` = in_flight all responses may continue. Otherwise a response continues only if it was
+    running when the run was told to end, and if responses may be longer than LONG_RESPONSE. Shorter ones are drawn
+    again, because each prompt row of an engine would need room for their tokens. Long ones are drawn again, too, if
+    `sampling.pages` has no room for such a prompt, or in an environment: unfinished trajectories can't continue.
     """
     sampling, most = config.sampling, config.sampling.max_response_tokens - 1
     if config.collection.overlap == "in_flight":
@@ -59,16 +59,16 @@ def begun_tokens(config: Config) -> int:
 def least_pages(config: Config) -> int:
     """Returns the smallest number of pages in which one response always finds room.
 
-    The longest prompt holds its pages; that of a response that goes on has all its tokens but one.
+    The longest prompt holds pages, too. The prompt of a response that continues has all its tokens except one.
     """
     return _pages_beside(config, begun_tokens(config))
 
 
 def _pages_beside(config: Config, begun: int) -> int:
-    """Returns the pages of the longest prompt, with tokens of a response at its end, and of one response beside it.
+    """Returns the pages of the longest prompt with `begun` tokens of a response at its end, and of one response.
 
-    A draw has its own pages, from the prompt's last, partly filled one on. One page is reserved: idle slots and padding
-    write there.
+    For the response, the pages of a prompt with a whole turn are counted, as in `PageBudget`. One page is reserved:
+    idle slots and padding write there.
     """
     prompt, page_size = longest_prompt(config), config.sampling.page_size
     return math.ceil((prompt + begun) / page_size) + math.ceil((prompt + longest_turn(config)) / page_size) + 1
@@ -100,7 +100,7 @@ def invariant_numerics_are_possible(config: Config) -> None:
         return
     sampling, mesh = config.sampling, config.mesh
     dtype = config.model.compute_dtype
-    dtype = "float32" if dtype == "auto" else dtype  # which it becomes
+    dtype = "float32" if dtype == "auto" else dtype  # "auto" becomes float32
     one_device = "it is made for one device"
     needed = (
         ("model.compute_dtype", dtype, "float32", "it is made for float32"),

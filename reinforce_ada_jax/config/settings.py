@@ -125,7 +125,7 @@ class CodeConfig:
 
     @property
     def wall_s(self) -> float:
-        """Seconds for one test. Busy cores must not decide a verdict, so they are more than the processor seconds."""
+        """Seconds for one test: more than the processor seconds, because busy cores must not decide a verdict."""
         return 2.0 * self.processor_s
 
 
@@ -580,7 +580,7 @@ class Config:
 
     @property
     def draws_in_int8(self) -> bool:
-        """True if the sampler rounds more than the learner, so that responses are not quite those of its policy."""
+        """True if the sampler rounds more than the learner: responses then come from a slightly different policy."""
         return "int8" in (self.sampling.kv_dtype, self.sampling.weight_dtype)
 
     @property

@@ -31,7 +31,7 @@ STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 # The projections of a layer, by their names in Hugging Face folders and in PEFT; "all-linear" is all of them.
 ALL_LINEAR = "all-linear"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Projects have the characters that are allowed there: at trackio they are names of files.
+# A project may have the characters that its tracker allows: for trackio it is the name of a file.
 TRACKER = re.compile(r"(tensorboard)|(wandb):[^/\\#?%:,]{1,128}|(trackio):[\w-]{1,64}", re.ASCII)
 
 
@@ -65,7 +65,7 @@ def one_of(names: Sequence[str]) -> Allowed:
 
 
 def empty_or_one_of(names: Sequence[str]) -> Allowed:
-    """Allows the given names, and "", with which the program chooses."""
+    """Allows the given names, and "": then the program chooses."""
     return Allowed(f"be one of {', '.join(names)}, or empty", lambda value: value in ("", *names))
 
 
