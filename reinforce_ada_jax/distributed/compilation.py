@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-THREADS = 2  # with more of them the first program, which is needed first, gets less of the processor
+THREADS = 2  # with more threads the first program, which is needed first, would compile more slowly
 LOOK_EVERY_S = 0.5
 
 Lower = Callable[[], jax.stages.Lowered]
@@ -20,7 +20,7 @@ Ready = Callable[[Callable[[str], None]], None]
 
 
 def always_ready(_: Callable[[str], None]) -> None:
-    """Waits for nothing: programs are compiled where they are called."""
+    """Returns at once: each program is compiled when it is called."""
 
 
 def abstract(arrays: Any) -> Any:
@@ -53,8 +53,8 @@ def return_freed_memory() -> None:
 class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
     """Programs that are compiled, in the order in which they are added, before they are called.
 
-    One process with CPUs or TPUs compiles early. On GPUs XLA measures kernels while it compiles, so nothing else may
-    run at that time; and several processes compile where they call, in one order.
+    Only a single process with CPUs or TPUs compiles early. On GPUs XLA measures kernels while it compiles, so nothing
+    else may run at that time. Several processes compile each program when they call it, all in the same order.
     """
 
     def __init__(self):
@@ -64,7 +64,7 @@ class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
     def add(self, programs: Mapping[str, Lower]) -> Ready:
         """Compiles programs after those that were added before, and returns a function that waits for them.
 
-        They are named as the progress line shows them, and lowered for the arguments that they are called with.
+        Their names are for the progress line. They must be lowered for the arguments of the later calls.
         """
         if jax.process_count() > 1 or jax.default_backend() == "gpu":
             return always_ready

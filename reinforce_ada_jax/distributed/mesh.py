@@ -25,14 +25,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reinforce_ada_jax.config import MeshConfig
 
 AXES = ("data", "fsdp", "context", "tensor")
-SLICE = "slice"  # in front of the others, on meshes over several slices alone
+SLICE = "slice"  # the first axis of a mesh over several slices; other meshes lack it
 # Platform of JAX_PLATFORMS: the extra of the package jax that has its plugin.
 EXTRAS = {"cuda": "cuda12", "gpu": "cuda12", "tpu": "tpu"}
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "batch": (SLICE, "data", "fsdp"),  # rows of all slices
     "rows": ("data", "fsdp"),  # rows of one slice
-    "parts": ("context", "data", "fsdp"),  # of rows, as `cut_rows` orders them
+    "parts": ("context", "data", "fsdp"),  # parts of rows, in the order of `cut_rows`
     "layers": None,
     "embed": ("fsdp", "context"),
     "heads": "tensor",
@@ -40,8 +40,8 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "head": None,
     "mlp": "tensor",
     "experts": "tensor",
-    "expert": None,  # the width of one
-    "router": None,  # its numbers, one for each expert
+    "expert": None,  # the width of an expert
+    "router": None,  # the outputs of the router, one for each expert
     "vocab": "tensor",
 }
 
@@ -76,8 +76,8 @@ def make_mesh(
     Devices of one process are neighbours. `tensor` is the innermost axis, so a decode replica is in one process. `data`
     goes over all slices, which are equal parts of the devices; `slices` is their number (None: read from the devices).
 
-    Raises ValueError if there are fewer devices; if of several processes some would be left out or `tensor` span them;
-    or if `data` is not divisible by the slices.
+    Raises ValueError if there are fewer devices; if several processes would leave devices out, or `tensor` would span
+    processes; or if `data` is not divisible by the number of slices.
     """
     devices = available_devices() if devices is None else devices
     devices = sorted(devices, key=lambda device: (_slice_of(device), device.process_index, device.id))
@@ -108,8 +108,8 @@ def make_mesh(
 
 
 def _slice_of(device: Any) -> int:
-    """Returns the number of a TPU's slice; JAX gives other devices numbers of other kinds."""
-    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0  # a planned slice has no number
+    """Returns the number of a TPU's slice; for other devices JAX's `slice_index` has other meanings."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0  # planned devices may lack the number
 
 
 def num_slices(mesh: Mesh) -> int:
@@ -121,11 +121,11 @@ def split_meshes(
     chosen: MeshConfig,
     devices: Sequence[Any] | None = None,  # of all processes; None: JAX's
 ) -> tuple[Mesh, Mesh]:
-    """Returns the meshes of the learner and of the sampler: one and the same, or, with `mesh.sampler`, disjoint ones.
+    """Returns the meshes of the learner and of the sampler: the same mesh or, with `mesh.sampler`, disjoint ones.
 
-    The learner has the first devices, and the sampler the next ones; of several processes the last ones only draw. The
-    sampler's replicas are along `data`, each of `mesh.tensor` devices. Raises ValueError if there are fewer devices; or
-    if several processes would leave some out, or one of them has both sides.
+    The learner has the first devices, and the sampler the next ones; with several processes the last ones only draw.
+    The sampler's replicas are along `data`, each of `mesh.tensor` devices. Raises ValueError if there are fewer
+    devices, or if several processes would leave devices out, or one process would both learn and draw.
     """
     devices = available_devices() if devices is None else devices
     if not chosen.sampler:
@@ -152,7 +152,7 @@ def split_meshes(
 
 
 def num_learning(learner: Mesh, sampler: Mesh) -> int:
-    """Returns the number of processes that learn, the first ones, if the others only draw; 0 if none only draws."""
+    """Returns how many processes, the first ones, learn while the others only draw; 0 if no process only draws."""
     learning, drawing = ({device.process_index for device in mesh.devices.flat} for mesh in (learner, sampler))
     return 0 if learning & drawing else len(learning)
 
@@ -164,7 +164,7 @@ def devices_of_processes(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def describe(mesh: Mesh) -> str:
-    """Returns the axes and their sizes as text, without a `context` that splits nothing."""
+    """Returns the axes and their sizes as text, without `context` if its size is 1."""
     return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if axis != "context" or size > 1)
 
 
@@ -185,7 +185,7 @@ def cut_rows(x: Any, count: int) -> jax.Array:
 
 
 def join_rows(x: Any, count: int) -> jax.Array:
-    """Makes rows [B, T, ...] of their parts, as the inverse of `cut_rows`."""
+    """Joins parts into rows [B, T, ...]: the inverse of `cut_rows`."""
     rows, rest = len(x) // count, x.shape[2:]
     return x if count == 1 else x.reshape(count, rows, -1, *rest).swapaxes(0, 1).reshape(rows, -1, *rest)
 
@@ -193,7 +193,7 @@ def join_rows(x: Any, count: int) -> jax.Array:
 def all_parts(x: jax.Array, count: int) -> jax.Array:
     """Returns whole rows [B, T, ...] inside of a `shard_map`, where this device has one of `count` parts of them.
 
-    The slope of a part is summed over the devices that have read it.
+    The gradient of a part is summed over the devices that have read it.
     """
     return x if count == 1 else jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
@@ -210,7 +210,7 @@ def shard_bytes(tree: Any) -> int:
 
 
 def place(array: np.ndarray, there: NamedSharding | None) -> jax.Array:
-    """Puts a host array, the same in each process, on the devices of a mesh; None: on the default device."""
+    """Puts a host array, equal in all processes, on the devices of `there`; None: on the default device."""
     if there is None or there.is_fully_addressable:
         return jax.device_put(array, there)
     return jax.make_array_from_callback(array.shape, there, lambda index: array[index])
@@ -219,10 +219,10 @@ def place(array: np.ndarray, there: NamedSharding | None) -> jax.Array:
 def read_once(
     shape: tuple[int, ...], there: NamedSharding | None, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """Returns an array of what `read` returns for each device's index; None: all of it, on the default device.
+    """Returns an array whose parts are read with `read(index)`; `there` None: the whole, on the default device.
 
-    It is split as `there`, and also along the axes of the mesh that `there` does not name, where the sizes divide: no
-    two devices read the same. A program whose results have the layout `there` exchanges the rest.
+    It is split as `there`, and also along the axes of the mesh that `there` does not name, where the sizes divide. So
+    no two devices read the same part. A program whose results have the layout `there` then exchanges the parts.
     """
     if there is None:
         return jax.device_put(read((slice(None),) * len(shape)))
@@ -251,10 +251,10 @@ def tensor_spec(axes: Sequence[str | None]) -> PartitionSpec:
 def in_layers(stacked: jax.Array, whole: NamedSharding) -> jax.Array:
     """Returns an array [layers, ...] laid out as `whole`, inside a program that gathers one layer at a time.
 
-    Gathered at once it would first be in a temporary array of the same size, from which XLA copies it into a result.
-    CPUs of several processes do so all the same: they run the loops of several arrays at once, so that two processes
-    met in different gathers, and Gloo ended both. One loop for all arrays takes three times the temporaries of one for
-    each (Qwen3-30B-A3B on v5p:2x2x4: 3.6 GiB instead of 1.2).
+    If all layers were gathered at once, XLA would use a temporary array of the same size, and copy it into the result.
+    With several processes on CPUs they are gathered at once nevertheless: CPUs run the loops of several arrays at the
+    same time, so two processes met in different gathers, and Gloo ended both. One loop for all arrays takes three times
+    the temporaries of one loop for each array (Qwen3-30B-A3B on v5p:2x2x4: 3.6 GiB instead of 1.2).
     """
     mesh = whole.mesh
     assert isinstance(mesh, Mesh)
@@ -267,8 +267,9 @@ def in_layers(stacked: jax.Array, whole: NamedSharding) -> jax.Array:
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
     """Returns the sharding of an array with these logical axes on `mesh`.
 
-    A `context` of one device is left out; with more devices, so are axes of one device beside it. The results of JAX's
-    programs have the same names: arrays in layouts of other names would compile a program again.
+    For a logical axis that is split over `context`, a `context` of size 1 is left out; if it is larger, the other mesh
+    axes of size 1 are left out. The results of JAX's programs name the same axes. Arrays in layouts with other names
+    would compile a program again.
     """
 
     def split(axis: str | None) -> str | tuple[str, ...] | None:
@@ -298,8 +299,8 @@ def on_own_part(
 ) -> Callable[..., Any]:
     """Makes every device along `tensor` run `function` on its own part of the arguments, as `jax.shard_map` does.
 
-    The compiler then adds no transfer between them. With no mesh, or one device along `tensor`, the function stays as
-    it is, unless `always`, as Pallas kernels need it.
+    The compiler then adds no transfer between them. Without a mesh, or with one device along `tensor`, the function is
+    returned as it is, except with `always`, which Pallas kernels need.
     """
     if not always and (mesh is None or mesh.shape["tensor"] == 1):
         return function
@@ -308,7 +309,7 @@ def on_own_part(
 
 
 def shard_map(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Returns `jax.shard_map` of a function over the axes of `mesh` that no surrounding one has taken."""
+    """Returns `jax.shard_map` of a function over the axes of `mesh` that no surrounding `shard_map` has taken."""
     surrounding = jax.sharding.get_abstract_mesh()
     inside = not surrounding.empty
     return jax.shard_map(
@@ -324,8 +325,8 @@ def shard_map(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_sp
 def on_each_slice(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """Makes each slice run `function` on its own part of the arguments; on one slice the function stays as it is.
 
-    Partitions name `slice` alone. Nothing is summed between slices: results whose partition has no `slice` must be the
-    same on all.
+    The specs name only the axis `slice`. Nothing is summed between slices: results whose spec does not name `slice`
+    must be the same on all slices.
     """
     if num_slices(mesh) == 1:
         return function
@@ -335,10 +336,10 @@ def on_each_slice(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, ou
 
 
 def rows_of_table(table: jax.Array, rows: Any, mesh: Mesh) -> jax.Array:
-    """Returns the rows [B, T, D] with these numbers [B, T] of a table [V, D] that lies as embeddings do.
+    """Returns the rows [B, T, D] with the numbers `rows` [B, T] of a table [V, D] that is sharded like embeddings.
 
-    The sums over devices are written out: XLA's partitioner (jaxlib 0.10.2) ends the process where two axes of a table
-    are split and a surrounding `shard_map` has taken another one.
+    The sums over devices are written out: XLA's partitioner (jaxlib 0.10.2) ends the process if two axes of a table
+    are split and a surrounding `shard_map` has taken another mesh axis.
     """
 
     def local(part: jax.Array, rows: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Notice from Google Cloud that it is about to take this machine away, read from its metadata server.
 
-A spot node gets SIGTERM as well, but only some 30 seconds before its end, and not every process of it does.
+A spot node also gets SIGTERM, but only about 30 seconds before its end, and not in every process.
 """
 
 import http.client
@@ -31,7 +31,7 @@ def noticed(server: str = SERVER) -> bool:
 
     try:
         return value("preempted") == "TRUE" or value("maintenance-event").startswith("TERMINATE")
-    except (OSError, http.client.HTTPException):  # the second for an answer that is cut or is no HTTP
+    except (OSError, http.client.HTTPException):  # HTTPException: the answer is incomplete, or is not HTTP
         return False
 
 

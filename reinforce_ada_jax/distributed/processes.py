@@ -1,14 +1,15 @@
 """Several processes as one run: one per host, each with its own devices, all with the same program.
 
 Every process draws for its shard of the prompts (training/sharded_collection.py). Processes meet in `exchange` and in
-programs over the whole mesh, such as each decode window. So all take the same steps in the same order, and a process
-that alone knows something tells the others first (`exchange`, `any_of`). Only process 0 writes more than checkpoints.
+programs over the whole mesh, such as each decode window. So all processes run the same programs in the same order. If
+only one process knows something that decides about this, it tells the others first (`exchange`, `any_of`). Process 0
+writes the files of the run; the others write only checkpoints, their own logs and parts of stores of responses.
 
 With one process nothing is sent and nothing is compiled.
 
-Where the last processes only draw (`mesh.sampler`), the others are the ones that learn. `count`, `exchange` and what
-uses them are then of those alone. Between the two groups there are messages (`send`, `receive`), and one program, which
-hands the weights over (sampling/hand_over.py).
+With `mesh.sampler` and several processes, the last ones only draw, and the others learn. `count`, `exchange` and the
+functions that use them then cover only the processes that learn. The two groups send messages (`send`, `receive`), and
+share one program, which transfers the weights (sampling/hand_over.py).
 """
 
 import collections
@@ -42,21 +43,21 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 JOIN_S, JOIN = 120.0, "REINFORCE_ADA_JOIN_S"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own, HOST:PORT: where process 0 listens, if not on all its addresses
 
-MESSAGES, POLL_MS = "reinforce_ada_jax/messages", 1_000  # a signal waits this long for `receive`
+MESSAGES, POLL_MS = "reinforce_ada_jax/messages", 1_000  # `receive` notices a signal within this time
 _MORE, _LAST = b"+", b"."  # first byte of a part of a message, of at most CHUNK bytes
 
 _watchdog: Watchdog | None = None
-_num_learning = 0  # processes that learn, the first ones, while the others only draw; 0: all do both
-_num_messages: collections.Counter[str] = collections.Counter()  # sent and received, by sender and receiver
+_num_learning = 0  # number of processes that learn, the first ones, while the others only draw; 0: all do both
+_num_messages: collections.Counter[str] = collections.Counter()  # parts sent or received, by sender and receiver
 
 
 def initialize(*, cluster: bool) -> None:
     """Joins the other processes of the run, before any device is touched; returns when all are there.
 
     With `cluster` the cluster (a TPU pod, Slurm, MPI) knows the processes. Otherwise the environment names them:
-    JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these there is one process. If one
-    does not start within REINFORCE_ADA_JOIN_S seconds (120), or can't be reached, this process ends with exit code
-    RESTART: it may have been lost.
+    JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these there is one process. If
+    another process does not start within REINFORCE_ADA_JOIN_S seconds (120), or can't be reached, this process ends
+    with exit code RESTART: the other process may have been lost.
 
     Raises ValueError if only some of the variables are set, or they name no process; or if there is no cluster.
     """
@@ -89,7 +90,7 @@ def _join_seconds() -> float:
 
 @contextlib.contextmanager
 def _ending_after(seconds: float) -> Iterator[None]:
-    """Ends this process if the block, which waits for the others to start, takes longer."""
+    """Ends this process if the block takes longer; the block waits until the other processes have started."""
 
     def end() -> None:
         cli.fail(
@@ -178,7 +179,7 @@ def is_writer() -> bool:
 
 
 def split_hosts(num_learning: int) -> None:
-    """Leaves the processes from this number on to drawing; every process must call it."""
+    """Lets the first `num_learning` processes learn, and the others only draw; every process must call it."""
     global _num_learning  # noqa: PLW0603  (as `_watchdog`)
     _num_learning = num_learning
 
@@ -201,7 +202,7 @@ def exchange(payload: bytes) -> list[bytes]:
 
 @functools.cache
 def _gatherer(num_processes: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the function that exchanges arrays of one shape, [N]: it returns [processes, N]."""
+    """Returns a function that gathers arrays [N], one of each process, as [processes, N]."""
     mesh = Mesh(np.array(devices_of_processes(jax.devices())[:num_processes]), ("processes", "local"))
     rows = NamedSharding(mesh, PartitionSpec("processes"))
     gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -324,7 +325,7 @@ def joined(*, cluster: bool) -> Iterator[None]:
             _watchdog.refuse()
         if not isinstance(error, SystemExit) or not code:  # sys.exit(0) of a user's function
             code = code or cli.STOPPED
-            if isinstance(error, jax.errors.JaxRuntimeError):  # a collective
+            if isinstance(error, jax.errors.JaxRuntimeError):  # a collective may have lost a process
                 wait_for_news()
             traceback.print_exc()
         sys.stdout.flush()
@@ -334,7 +335,7 @@ def joined(*, cluster: bool) -> Iterator[None]:
 
 
 def wait_for_news() -> None:
-    """Waits after an error that a lost process may have caused: the watchdog then says so and ends this process.
+    """Waits after an error that a lost process may have caused, so that the watchdog can say so and end this process.
 
     Without other processes it returns at once.
     """

@@ -1,10 +1,10 @@
 """A folder that keeps compiled programs between starts, behind JAX's persistent compilation cache.
 
-JAX's own folder writes entries in place: a killed process leaves half of one, which every later start reports and none
-repairs, and a bounded folder then refuses new entries. Here an entry appears whole or not at all. If it does not match
-its hash, it is removed, and the program is compiled again. Processes need no lock.
+JAX's own cache writes entries in place. A killed process leaves half an entry; every later start reports it, no start
+repairs it, and a folder with a size limit then refuses new entries. Here an entry appears whole or not at all. If it
+does not match its hash, it is removed, and the program is compiled again. Processes need no lock.
 
-The folder may cache one in a bucket, so that a node that replaces a preempted one compiles nothing again.
+The folder may cache a folder in a bucket, so that a node that replaces a preempted node compiles nothing again.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ _HASH_BYTES, _PARTIAL = 32, ".partial"
 
 
 def keep_programs(chosen: str) -> None:
-    """Makes this process read programs from a folder, and write there those that it compiles.
+    """Makes this process read compiled programs from a folder, and write new ones there.
 
-    The folder may be one of a bucket; "auto" is `buckets.cache_folder`, "" none. A folder that JAX already has
-    (JAX_COMPILATION_CACHE_DIR) stays as it is.
+    The folder may be in a bucket; "auto" means `buckets.cache_folder`, "" no folder. If JAX already has a folder
+    (JAX_COMPILATION_CACHE_DIR), nothing changes.
     """
     if not chosen or jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
@@ -54,7 +54,7 @@ def keep_programs(chosen: str) -> None:
 
 
 def _machine() -> str:
-    """Returns a name for the kind of processor: machine code of another kind must not be read from a shared home."""
+    """Returns a name for the kind of processor: a shared home folder may hold machine code for another kind."""
     features = platform.processor()
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -139,11 +139,11 @@ class ProgramFolder(CacheInterface):
 class ProgramBucket(CacheInterface):
     """The entries in a folder of a bucket, one object each; the folder of this machine caches them.
 
-    Objects appear whole. None is removed: the bucket's own rules may delete those that are old.
+    Objects appear whole. This class removes none; the lifecycle rules of the bucket may delete old ones.
     """
 
     def __init__(self, url: str, folder: ProgramFolder):
-        """Asks once which entries there are: others then cost no request. May raise BucketError."""
+        """Lists the entries once, so that a missing one costs no request later. May raise BucketError."""
         self._url, self._folder, self._is_reachable = url, folder, True
         self._names = set(buckets.objects(url))
 

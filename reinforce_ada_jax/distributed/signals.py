@@ -1,8 +1,8 @@
 """Requests to end a run: Ctrl-C at the terminal, SIGTERM, or a notice that the machine is taken away.
 
-The first one becomes a flag, which is read where the state can be saved; a second signal ends the process at once.
-Python runs a signal's handler when its main thread comes back from a program of the devices or from the compiler. So a
-thread also reads the signals: it tells the other processes, and ends this one at the second signal, without that delay.
+The first request sets a flag, which is read where the state can be saved; a second signal ends the process at once.
+Python runs a signal handler only after its main thread returns from a device program or from the compiler. So a thread
+also reads the signals: without this delay it tells the other processes, and ends this process at a second signal.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Flag of this process and of the other processes of the run; as a context manager it restores the handlers.
+    """Flag that this or another process of the run was asked to end; as a context manager it restores the handlers.
 
     Outside the main thread (in some notebooks) signals can't be caught, and only the other requests count.
     """
@@ -116,13 +116,13 @@ class Interrupt:
         return notice_s - (time.monotonic() - self._requested_at)
 
     def stop(self, show: Callable[[str], None] = lambda phase: None, notice_s: float = 0.0) -> "Stop":
-        """Returns the signal to stop that these requests give; `show` and `notice_s` as for `Stop` and `time_left`."""
+        """Returns the `Stop` for these requests; `show` and `notice_s` are as for `Stop` and `time_left`."""
         return Stop(self.asked, show, functools.partial(self.time_left, notice_s))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stop:
-    """The signal to stop: the questions that a run asks wherever it may have to end."""
+    """The signal to stop: functions that a run calls wherever it may have to end."""
 
     asked: Callable[[], bool] = lambda: False  # returns True if this process knows of a request to end
     show: Callable[[str], None] = lambda phase: None  # shows the phase of the run
@@ -131,7 +131,7 @@ class Stop:
     def check(self, phase: str) -> None:
         """Raises `Interrupted` if this process was asked to end; otherwise shows the phase.
 
-        If a program of all processes follows, the one that raises must tell the others (`sharded_collection`, `agree`).
+        If all processes run a program next, a process that raises must tell the others (`sharded_collection`, `agree`).
         """
         if self.asked():
             raise Interrupted
@@ -148,7 +148,7 @@ class Stop:
 
 
 def end(interrupt: Interrupt, saved: str) -> NoReturn:
-    """Ends this process, after `Interrupted` in all of them; `saved` says where the results are."""
+    """Ends this process after all processes have raised `Interrupted`; `saved` says where the results are."""
     told = interrupt.preempted()
     processes.leave()
     event, code = ("told to end", RESTART) if told else ("interrupted", cli.INTERRUPTED)

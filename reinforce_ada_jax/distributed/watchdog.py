@@ -4,9 +4,9 @@ Process 0 holds a TCP connection to each other one. If a connection ends without
 process that notices prints it and ends, because it may be waiting in a collective that never returns; process 0 tells
 the others, so that all name the same process. JAX's own heartbeat takes longer and ends in a stack trace.
 
-Process 0 listens where JAX's coordinator does, on all of the machine's addresses, until all others have joined. Joining
-needs a secret of 16 bytes, new at each start, that the others get through JAX's coordinator. A connection that sends
-something else, or nothing, is closed and delays no process.
+Until all others have joined, process 0 listens on all of the machine's addresses, or, as JAX's coordinator does, on the
+one in JAX_COORDINATOR_BIND_ADDRESS. Joining needs a secret of 16 bytes, new at each start, that the others get through
+JAX's coordinator. A connection that sends something else, or nothing, is closed and delays no process.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ TIMEOUT_S = 60  # to connect
 # Seconds that process 0 waits for the others. JAX starts all together, so they connect within seconds, or, after
 # TIMEOUT_S of trying, not at all; and JAX takes a process for dead 100 s after its last heartbeat.
 JOIN_S = 90
-STRANGERS = 128  # connections of strangers that may queue in addition to the others': a full queue costs seconds
-NEWS_S = 5  # from a collective that fails to the message that a process is gone; and from one refusal to another
-GREETING_S = 10  # from a connection to the secret, which a process of the run sends at once
+STRANGERS = 128  # further connections, from outside of the run, that may queue: a full queue costs seconds
+NEWS_S = 5  # seconds from a failed collective to the news of a lost process, or from one refusal to the others
+GREETING_S = 10  # seconds from a connection to the secret, which a process of the run sends at once
 
 _MESSAGE = struct.Struct("<cH")  # a kind, and a process
 _JOIN, _LEAVE, _STOP, _PREEMPT, _GONE, _REFUSE = b"J", b"L", b"S", b"P", b"G", b"R"
@@ -56,9 +56,9 @@ def _with_keepalive(link: socket.socket) -> socket.socket:
 
 
 def _listening(host: str, backlog: int) -> socket.socket:
-    """Returns a server on a free port of an address; if `host` is "", of all addresses of both families."""
+    """Returns a listening socket on a free port of `host`; if it is "", of all IPv4 and IPv6 addresses."""
     if host in ("", "::") and socket.has_dualstack_ipv6():
-        # A machine may have the family but no address of it.
+        # A machine may support IPv6 but have no IPv6 address.
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     family = socket.AF_INET
@@ -89,10 +89,11 @@ class Watchdog:
         self._secret = b""
 
     def listen(self, host: str = "") -> str:
-        """Opens a port in process 0; returns what the others `connect` with.
+        """Opens a port in process 0; returns the greeting that the others pass to `connect`.
 
         With `host` "" it listens on all of this machine's addresses. The machine's own name may resolve to an address
-        that others don't reach (127.0.1.1 on Debian), or, behind a service, to none of its own. May raise ValueError.
+        that others don't reach (127.0.1.1 on Debian), or, behind a service, to an address that this machine does not
+        have. May raise ValueError.
         """
         try:
             self._server = _listening(host, backlog=self.count + STRANGERS)
@@ -143,7 +144,7 @@ class Watchdog:
                         del guests[link]
                         self._admit(link, bytes(data))
                 if server in ready:
-                    with contextlib.suppress(OSError):  # it is gone again
+                    with contextlib.suppress(OSError):  # the connection has ended already
                         link = server.accept()[0]
                         link.setblocking(False)
                         selector.register(link, selectors.EVENT_READ)
