@@ -22,9 +22,9 @@ ONE_HOST = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
 class ProgramResult:
     """Memory and least time of a compiled program; sizes and work per device.
 
-    The peak is the program's alone, arguments included; `hbm_beside_bytes` is what a run keeps there meanwhile. Where a
-    program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
-    `least_seconds` is the time for the bytes or for the FLOPs, whichever is more.
+    `hbm_peak_bytes` is the peak of the program alone, with its arguments; a run keeps `hbm_beside_bytes` at the same
+    time. If a program needs too much memory, it has a `reason` but no arguments and temporaries, and a peak only if the
+    memory was HBM. `least_seconds` is the time for the bytes or for the FLOPs, whichever is larger.
     """
 
     program: str
@@ -109,7 +109,7 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
 
 
 def resident_result(run: AbstractRun, chip: Chip) -> ProgramResult:
-    """Returns the memory that a run never frees as a result: where it doesn't fit, no program does."""
+    """Returns a result for the memory that a run never frees: if it doesn't fit, no program fits."""
     size = run.resident_bytes
     over = max(0, size - chip.hbm_bytes)
     return ProgramResult("learner state and cache", size, 0, chip.hbm_bytes, 0.0, 0.0, fits=not over, over_bytes=over)

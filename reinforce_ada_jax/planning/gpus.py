@@ -89,7 +89,7 @@ def gpu_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInv
 
 @contextlib.contextmanager
 def answering_for(device: Any) -> Iterator[None]:
-    """Makes JAX lower attention by cuDNN for this device; otherwise it asks this machine's devices."""
+    """Makes JAX check this device, instead of those of this machine, when it lowers attention by cuDNN."""
     capability = getattr(device, "compute_capability", None)
     asked = cudnn.check_compute_capability
     if capability is not None:

@@ -1,4 +1,4 @@
-"""Time of an iteration on this machine, from products with the model's sizes that are timed here."""
+"""Time of an iteration on this machine, from timed matrix products of the model's sizes."""
 
 import functools
 import math
@@ -20,9 +20,9 @@ UNITS = ((1, "s", 60), (60, "min", 3600), (3600, "h", 48 * 3600), (86400, "days"
 
 
 def product_seconds(rows: int, columns: int, dtype: str) -> float:
-    """Returns the seconds that a product of `rows` tokens takes for each weight of a model with this hidden size."""
+    """Returns the seconds of a product with `rows` tokens, for each weight; `columns` is the hidden size."""
     left, right = jnp.ones((rows, columns), dtype), jnp.ones((columns, WEIGHTS // columns), dtype)
-    # Sums are float32, as in the policy: on CPUs a result in bfloat16 would take another, slower product.
+    # Sums are float32, as in the policy: for a result in bfloat16, CPUs would run another, slower product.
     product = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
     # The first one compiles.
     taken = timeit.repeat(lambda: product(left, right).block_until_ready(), number=1, repeat=4)
@@ -39,7 +39,7 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     _, rounds = slot_choice.simulated(strategy, slot_choice.spread(prompts), engine.options.slots * engine.replicas)
     scale = max(1.0, prompts / slot_choice.MOST_PROMPTS)
     collect = scale * rounds * response * step + prompts * config.data.max_prompt_tokens * token
-    # Products of the forward pass once, of the backward pass twice, and once more where layers are computed again.
+    # The forward pass has these products once, the backward pass twice, and once more if it computes layers again.
     chosen = platform.of_mesh(components.mesh, config.learning, architecture, jnp.dtype(dtype))
     row_tokens = prompts * config.collection.group_size * (config.data.max_prompt_tokens + response)
     update = (3 if chosen.remat == "dots" else 4) * row_tokens * token
@@ -66,7 +66,7 @@ def _step_seconds(config: Config, components: Components) -> float:
 
 
 def _time(seconds: float) -> str:
-    """Returns a time with two digits, or as many as a whole number has."""
+    """Returns a time with two significant digits, or as a whole number if it has more."""
     size, unit = next((size, unit) for size, unit, most in UNITS if seconds < most)
     value = seconds / size
     return f"{value:.2g} {unit}" if value < 9.95 else f"{value:.0f} {unit}"

@@ -1,6 +1,6 @@
 """Memory that is left on a slice, the changes to make where something doesn't fit, and the least time of an iteration.
 
-The time adds up the rooflines of the programs: every phase at its least time, one after the other, with all slots busy.
+The time is the sum of the programs' rooflines: all phases take their least time, one after the other, with busy slots.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.rings import layout
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
-# The programs of a scoring pass and of an update: one, or all.
+# The programs of a scoring pass and of an update; a run has "score" and "update" alone, or all of them.
 SCORE = ("begin scores", "score")
 UPDATE = ("begin update", "update", "finish update")
 
@@ -38,18 +38,18 @@ class Statistics:
     prompt_tokens: float | int  # of a prompt
     response_tokens: float | int  # of a response
     draws: float  # responses drawn for a prompt
-    filled: float = 1.0  # share of a minibatch's rows with a response; below 1 where any number is kept
+    filled: float = 1.0  # share of a minibatch's rows with a response; may be below 1 if any number is kept
 
     @property
     def context(self) -> float:
-        """Mean tokens that a slot sees, if all responses had one length."""
+        """Mean number of tokens that a slot sees, if all responses have the same length."""
         return self.prompt_tokens + self.response_tokens / 2
 
 
 def statistics(
     config: Config, *, prompt_tokens: int | None = None, response_tokens: int | None = None, draws: float | None = None
 ) -> Statistics:
-    """Returns the given means; lengths that are None are half of their limit, draws those of a prompt's first round."""
+    """Returns the given means; for None, a length is half of its limit, and draws are those of the first round."""
     limits = {
         "--mean_prompt_tokens": (prompt_tokens, config.data.max_prompt_tokens),
         "--mean_response_tokens": (response_tokens, config.sampling.max_response_tokens),
@@ -120,7 +120,7 @@ def pages_that_fit(run: Deployment, spare: int) -> int:
 
 
 def slots_that_fit(run: Deployment, spare: int) -> int:
-    """Returns the slots whose pages fit at full length, with as many open prompts for each as the options have."""
+    """Returns the number of slots whose pages fit at full length, with the options' ratio of open prompts to slots."""
     options, cache = run.options, layout(run.architecture, run.options)
     rings, sliding, prompts = cache.rings, int(np.sum(cache.slides)), options.open_prompts / options.slots
     of_slot = (len(cache.slides) - sliding) * (options.table_width + prompts * options.prompt_width)
@@ -146,7 +146,7 @@ def _next_micro_batches(config: Config) -> int | None:
 def remedies(run: Deployment, results: Sequence[ProgramResult], learner_bytes: int) -> list[str]:
     """Returns the changes that make the run fit, a line each, the cheapest first; nothing where all fits.
 
-    `learner_bytes` are those of weights and moments on each device, weights under adapters among them.
+    `learner_bytes` are the bytes of weights and moments on each device, including weights under adapters.
     """
     failed = [result for result in results if not result.fits]
     if not failed:

@@ -36,7 +36,7 @@ class Program:
 
     name: str
     lower: Callable[[], jax.stages.Lowered]  # returns the program lowered for its abstract arguments
-    cost: ProgramCost  # least work of one `unit`, a "call" or a "step" of the loop inside; of a chain, of all its calls
+    cost: ProgramCost  # least work of a `unit`: a "call", or a "step" of its loop; for a chain, of all its calls
     unit: str
     beside_bytes: int  # memory that a training run keeps on each device beside this program
 
@@ -48,9 +48,9 @@ class Program:
 class AbstractRun:
     """A run without arrays, and the memory that it keeps on each device.
 
-    Learner state and cache live as long as the run; so do the weights under adapters, and the reference's where there
-    is a KL term. Decoding's copy of the weights lives during a collection. All minibatches of an iteration are placed
-    before the first update.
+    Learner state and cache exist as long as the run; so do the weights under adapters and, with a KL term, those of the
+    reference. The copy of the weights for decoding exists during a collection. All minibatches of an iteration are on
+    the devices before the first update.
 
     `base` are the frozen weights under the adapters; None where all weights are trained.
     """
@@ -138,7 +138,7 @@ def abstract_run(config: Config, architecture: Architecture, options: EngineOpti
 def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program]:
     """Returns the engine's jitted programs on its mesh: the decode window, which also prefills."""
     engine = run.engine
-    # Weights of the learner that the window reads are among its own arguments.
+    # The learner's weights that the window reads are its own arguments, so they are not beside it.
     shared = mesh_lib.shard_bytes(engine.abstract_weights()) - mesh_lib.shard_bytes(run.decode_copy)
     beside = run.learner_bytes + run.reference_bytes - shared
     cost = roofline.decode_step(engine.architecture, engine.options, engine.mesh.shape["tensor"], mean_context)
@@ -147,10 +147,10 @@ def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program
 
 
 def learner_programs(run: AbstractRun) -> list[Program]:
-    """Returns the programs of an iteration beside decoding: reshard, value features, score and update.
+    """Returns the programs of an iteration except decoding: reshard, value features, score and update.
 
     With one update an iteration only a reference is scored: the update computes the policy's own log-probabilities.
-    The last ones are those of the update: one, or the three of its chain.
+    The last programs are those of the update: one, or the three of its chain.
     """
     layout, config = run.batch_layout(), run.config
     copied = mesh_lib.shard_bytes(run.decode_copy)
@@ -198,7 +198,7 @@ def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list
     gradient, step = roofline.learner_call(a, layout, update=True), roofline.optimizer_call(a, layout)
     if not update.is_chain(run.batch):
         return [Program("update", lowered["update"], gradient + step, "call", beside)]
-    # What a program does not read is no argument of it.
+    # Arrays that a program does not read are no arguments of it: they are beside it.
     params, copied = mesh_lib.shard_bytes(run.state.params), _copied_bytes(run)
     unread = mesh_lib.shard_bytes((run.batch, run.base))
     begin_beside = beside + run.moment_bytes + unread + (0 if copied else params)

@@ -1,4 +1,4 @@
-"""`compile_check` after its flags: what is compiled for which devices, and the table and plan that are printed."""
+"""The work of `compile_check`: it compiles the programs for the named devices, and prints the table and the plan."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,7 +33,7 @@ HEADER = (
 
 
 def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
-    """Returns (architecture, its source): of --model, of model.path, or the published sizes; else ValueError."""
+    """Returns (architecture, its source): --model, model.path, or the published sizes; ValueError if none has it."""
     if model is not None:
         return read_config(model), model
     folder = components_lib.local_folder(path)
@@ -50,7 +50,7 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
 
 def engine_options(config: Config, architecture: Architecture, platform: str) -> EngineOptions:
     """Returns the options of the run's engine; ValueError if sampling.attention is another platform's."""
-    # Which tokens end a response changes no size, and the tokenizer that says so may not be here.
+    # The tokens that end a response change no size, and the tokenizer that has them may not be here.
     options = components_lib.engine_options(config, architecture, architecture.eos_ids or (0,))
     own = FOR_PLATFORM[platform]
     attention = own if config.sampling.attention == "auto" else config.sampling.attention

@@ -1,10 +1,10 @@
 """FLOPs and bytes that a run's programs need at least, and the seconds that a chip needs for them.
 
-Arithmetic only; nothing is compiled here. FLOPs are those of products with weights and of causal attention, with
-padding, but without what a backward pass computes again; a token meets the experts chosen for it. Bytes are weights (of
-all experts), cache and optimiser state, each read or written as few times as possible. Activations, transfers between
-chips and the start of kernels come in addition, so the least time is a lower bound. XLA's `cost_analysis` can't replace
-these counts: it counts the body of a loop once and sees nothing inside Pallas kernels.
+This module only counts; nothing is compiled here. FLOPs are those of products with weights and of causal attention,
+with padding, but without the recomputation of a backward pass; for a token only its chosen experts count. Bytes are
+weights (of all experts), cache and optimiser state, each read or written as few times as possible. Activations,
+transfers between chips and the start of kernels are not counted, so the least time is a lower bound. XLA's
+`cost_analysis` can't replace these counts: it counts the body of a loop once and sees nothing inside Pallas kernels.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def _weight_itemsize(dtype: str, weight_dtype: str) -> int:
 
 
 def seen_tokens(a: Architecture, tokens: float) -> float:
-    """Returns how many of these tokens the next one sees, in the mean over layers: in sliding ones at most a window."""
+    """Returns how many of `tokens` the next token sees, as a mean over layers; sliding layers see a window at most."""
     share = len(a.sliding_layers) / a.num_layers
     return tokens if not a.window else (1 - share) * tokens + share * min(tokens, a.window)
 
@@ -115,9 +115,9 @@ def _adapter_weights(a: Architecture, o: EngineOptions) -> int:
 def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: float | int) -> ProgramCost:
     """Returns the cost of one token for every slot, on each of `tensor` devices.
 
-    2 FLOPs per weight and slot, 4 N H per layer for each token that a slot sees (q k and p v). Every weight is read
-    once, and the slots' live cache. Adapters that are kept apart are read like weights; one half of each isn't split
-    over `tensor`, and is counted as if it were.
+    It has 2 FLOPs per weight and slot, and 4 N H per layer for each token that a slot sees (q k and p v). Every weight
+    and the live cache of the slots are read once. Adapters that are kept apart are read like weights; one half of each
+    isn't split over `tensor`, but is counted as if it were.
     """
     adapters = _adapter_weights(a, o)
     matrices = a.num_layers * a.layer_weights(active=True) + a.vocab_size * a.hidden_size + adapters
@@ -131,7 +131,7 @@ def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: fl
 def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens: float | int) -> ProgramCost:
     """Returns the cost of `prefill_tokens` tokens of prompts of `prompt_tokens`, on each of `tensor` devices.
 
-    It is counted as in `decode_step`, without the head; each token counts with all tokens of its prompt.
+    It is counted as in `decode_step`, without the head, and as if each token saw all tokens of its prompt.
     """
     matrices, adapters = a.num_layers * a.layer_weights(active=True), _adapter_weights(a, o)
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * seen_tokens(a, prompt_tokens)
@@ -148,10 +148,10 @@ def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens:
 def learner_call(a: Architecture, b: BatchLayout, *, update: bool) -> ProgramCost:
     """Returns the cost of a scoring pass over a minibatch, or of the summed gradients of an update, on each device.
 
-    A pass has 2 FLOPs per weight and position, for the head only at the positions that predict a response token, and 2
-    N H T^2 per layer for attention, which is causal: over `context` this is the mean, and the last device has nearly
+    A pass has 2 FLOPs per weight and position, for the head only at the positions that predict a response token. Causal
+    attention has 2 N H T^2 per layer; of the devices along `context` this is the mean, and the last one has nearly
     twice as much. Gradients need two more passes; for weights under adapters, which have no gradient, one more. Every
-    pass of a micro-batch reads its weights, whole but for `tensor`.
+    pass of a micro-batch reads all its weights, which are split over `tensor` only.
     """
     passes = 3 if update else 1
     of_frozen = passes - (update and b.adapter_weights > 0)
@@ -174,5 +174,5 @@ def optimizer_call(a: Architecture, b: BatchLayout) -> ProgramCost:
 
 
 def roofline(cost: ProgramCost, chip: Chip) -> tuple[float, str]:
-    """Returns (least seconds, what needs them: "bandwidth" or "compute")."""
+    """Returns (least seconds, their cause: "bandwidth" or "compute")."""
     return max((cost.bytes / chip.bandwidth, "bandwidth"), (cost.flops / chip.flops, "compute"))
