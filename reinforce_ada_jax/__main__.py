@@ -45,7 +45,7 @@ def versions() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command that the first argument names, with the other ones; lists the commands without an argument.
+    """Runs the command that the first argument names, with the other arguments; without any, lists the commands.
 
     `argv` has the arguments without the program; None: those of the process.
     """

@@ -46,10 +46,10 @@ SETTINGS = {"evaluation.benchmarks": "()", "logging.trackers": ""}
 def seconds_until(sign: str, command: Sequence[str], environment: Mapping[str, str]) -> float:
     """Returns the seconds from the start of a process to a line of its output that begins with `sign`.
 
-    The process then runs to its end. With the sign "ready", that of a server, it is told to end.
+    The process then runs to its end. With the sign "ready" it is a server, and gets SIGTERM.
 
     Raises:
-      RuntimeError: it ends without that line, or with an exit code other than 0; the message has its output.
+      RuntimeError: it ends without that line, or with an exit code other than 0; the message has its last output.
     """
     begin, seconds, said = time.monotonic(), None, []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -61,7 +61,7 @@ def seconds_until(sign: str, command: Sequence[str], environment: Mapping[str, s
                     seconds = time.monotonic() - begin
                     if sign == "ready":
                         process.terminate()
-        except KeyboardInterrupt:  # its folder is removed next
+        except KeyboardInterrupt:  # the folder of the process is removed next
             process.kill()
             raise
     if seconds is None or (process.returncode and sign != "ready"):

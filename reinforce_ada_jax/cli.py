@@ -77,7 +77,7 @@ def _wrong_key(config: Any, key: str) -> str:
 
 
 def _plain(message: str) -> str:
-    """Returns what `user_code.failures` says of a configuration file, without ml_collections' terms."""
+    """Returns the message of `user_code.failures` on a configuration file, without the terms of ml_collections."""
     setting, _, rest = message.partition(", which failed: ")
     where = re.search(r"( \([^()]+, line \d+\))?$", rest)
     place = where[0] if where else ""
@@ -99,7 +99,7 @@ class _ConfigParser(config_flags.ConfigFileFlagParser):
         source, setting = pathlib.Path(file.partition(":")[0]), f"--config is {path!r}"
         try:
             user_code.check(source, setting, "get_config")
-        except ValueError as error:  # absl would put the flag before it
+        except ValueError as error:  # absl would put the flag in front of its text
             raise _WrongConfigError(f"{error} Name a file such as configs/tiny.py.") from error
         try:
             with _ends_are_said(), user_code.failures(source, setting):
@@ -138,7 +138,7 @@ def resolved(holder: flags.FlagHolder[ConfigDict]) -> Config:
 
 
 def fail(message: object, code: int = BAD_INPUT, *, at_once: bool = False) -> NoReturn:
-    """Ends the process with one message, in which control characters, of a file's name for example, are escaped.
+    """Ends the process with one message; control characters in it, for example from a file's name, are escaped.
 
     With `at_once` the process does not wait for its threads, which may be compiling.
     """
@@ -202,10 +202,10 @@ def interruptible(saved: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ends_are_said() -> Iterator[None]:
-    """Says which file ended the process with `sys.exit` or `os._exit`, other than one of this package.
+    """Names the file outside of this package that ended the process with `sys.exit` or `os._exit`.
 
-    Without a word and with the code 0 it would look like a command that has finished. `os._exit` is replaced in this
-    process, and not in its forks: in the main thread it raises an error like that of `sys.exit`, so that a run can save
+    Without this message, an exit with code 0 would look as if the command had finished. `os._exit` is replaced in this
+    process, but not in its forks: in the main thread it raises an error like that of `sys.exit`, so that a run can save
     its state.
     """
     leave, process, modules = os._exit, os.getpid(), (os, sys.modules[os.name])  # os.name: "posix"
@@ -233,7 +233,7 @@ def _ends_are_said() -> Iterator[None]:
         yield
     except SystemExit as end:
         frames = traceback.extract_tb(end.__traceback__)
-        # Where `exit()` is, and where this function replaces `os._exit`.
+        # Frames of `exit()`, and of the function above that replaces `os._exit`.
         hidden = ("<frozen", __file__) if isinstance(end, user_code.ExitedAtOnce) else ("<frozen",)
         place = next(each for each in reversed(frames) if not each.filename.startswith(hidden))
         if place.filename.startswith(_PACKAGE):
@@ -246,7 +246,7 @@ def _ends_are_said() -> Iterator[None]:
 
 
 def _own_flags() -> dict[str, flags.Flag]:
-    """Returns the flags of the command by name, those of libraries left out."""
+    """Returns the flags of the command by name, without those of libraries."""
     package = sys.modules["__main__"].__package__ or "reinforce_ada_jax"
     ours = ("reinforce_ada_jax", package.partition(".")[0], sys.argv[0])
     return {
@@ -275,9 +275,9 @@ def _flags_text(groups: Groups) -> str:
 
 
 def _show_help(section: str, groups: Groups) -> NoReturn:
-    """Prints what the command does, its flags and the settings that most runs change; or those of one section.
+    """Prints what the command does, its flags and the settings that most runs change; or the settings of one section.
 
-    A command with groups of flags of its own is no run, and gets the names of the sections alone.
+    A command with its own groups of flags is no run: it shows only the names of the sections.
     """
     if section:
         with user_input():
@@ -327,7 +327,7 @@ def _missing(message: str, argv: Sequence[str]) -> str:
     names = re.findall(r"Flag --([\w.]+) must have a value other than None", message)
     if not names:
         return ""
-    # A word behind a flag without "=" may be its value.
+    # A word after a flag without "=" may be the flag's value.
     pairs = itertools.pairwise(["", *argv[1:]])
     stray = [word for before, word in pairs if not before.startswith("-") and not word.startswith("-")]
     text = f"{' and '.join(f'--{name}' for name in names)} must have a value"
@@ -347,24 +347,24 @@ def _parse(argv: list[str], groups: Groups) -> list[str]:
         asked = re.fullmatch(r"-h|--?help(?:full)?(?:=(\w*))?", argument)
         if asked:
             _show_help(asked[1] or "", groups)
-    home = os.path.expanduser("~")  # shells replace ~ in a word of its own only
+    home = os.path.expanduser("~")  # shells replace ~ only at the start of a word
     argv[1:] = [re.sub(r"^(--?[\w.]+=)~(?=/)", lambda found: found[1] + home, argument) for argument in argv[1:]]
     if "config" in flags.FLAGS:
         with user_input():
             arguments, notes = aliases.translate(argv[1:])
             arguments = with_tuples(arguments)
-        # In place, because ml_collections reads sys.argv, which this is. It wants --config before changes of settings.
+        # In place, because `argv` is sys.argv, which ml_collections reads. It needs --config before changed settings.
         argv[1:] = sorted(arguments, key=lambda argument: not re.match("--?config=", argument))
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a user's folder gets no __pycache__
     try:
         arguments = flags.FLAGS(argv)
-        # A file that could not be read shows when its configuration is first touched.
+        # If a file could not be read, the first use of its configuration raises the error.
         if "config" in flags.FLAGS and flags.FLAGS.config is not None:
             flags.FLAGS.config.lock()
     except flags.Error as error:
-        # Where a config file fails, ml_collections puts the whole stack trace in between.
+        # If a config file fails, ml_collections puts the whole stack trace between the first and the last line.
         lines = str(error).strip().splitlines()
         if isinstance(error, flags.UnrecognizedFlagError):  # absl proposes flags of libraries
             fail(f"Unknown command line flag {error.flagname!r}{_proposal(error.flagname)} --help describes the flags.")
@@ -390,9 +390,9 @@ def run_with_arguments(main: Callable[[list[str]], None], groups: Groups | None 
         except KeyboardInterrupt:
             fail("interrupted. The same command starts again from what is saved.", INTERRUPTED)
         finally:
-            gc.freeze()  # the end of Python would visit all that JAX imports, for half a second of the processor
+            gc.freeze()  # else Python visits all objects of JAX's modules at its end: half a second of the processor
 
-    logging.set_verbosity(logging.ERROR)  # warnings of ml_collections precede an error that says more
+    logging.set_verbosity(logging.ERROR)  # ml_collections warns before it raises an error that says more
     app.run(start, flags_parser=functools.partial(_parse, groups=groups or {}))
 
 

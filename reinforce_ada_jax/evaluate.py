@@ -126,7 +126,7 @@ def main(config: Config, options: Options) -> None:
         if evaluation is not None:
             with cli.user_input():
                 _write(evaluation, run, model)
-        processes.any_of(False)  # until process 0 has written everything
+        processes.any_of(False)  # waits until process 0 has written everything
 
 
 def _write(evaluation: "StoredEvaluation", run: pathlib.Path | None, model: str | None) -> None:

@@ -55,13 +55,13 @@ def main(workdir: buckets.Named, iteration: int | None, output: buckets.Named, a
                 adapter_files.save(output, architecture, trained, adapters, base=folder)
             else:
                 huggingface.save(output, architecture, merged(config, components, trained), tokenizer_from=folder)
-        processes.any_of(False)  # until process 0 has written everything
+        processes.any_of(False)  # waits until process 0 has written everything
     if processes.is_writer():
         print(f"iteration {found} of {named} written to {target}")
 
 
 def _on_this_machine(config: Config) -> Config:
-    """Returns the configuration of a run with a mesh of the devices that are there."""
+    """Returns the configuration of a run with a mesh that fits the devices that are available."""
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.mesh import available_devices
 

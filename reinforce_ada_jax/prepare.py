@@ -9,7 +9,7 @@ passes its own verification. The model (model.path) must also solve a share p of
 that were never solved are left out. The hard set of the paper (arXiv 2510.04996) is 0 < p <= 0.125 of 16 draws, its
 easy set 0 < p <= 0.313.
 
-prompts.manifest.json lists the problems that were left out, with reasons. The folder prompts.draws keeps every
+prompts.manifest.json has the numbers of problems that were left out, by reason. The folder prompts.draws keeps every
 response. So the same command continues after a kill, and another range of pass rates needs no new draws.
 """
 

@@ -63,7 +63,7 @@ def _weights(components: "Components") -> "Params":
 
 
 def serve_http(settings: ServerSettings) -> None:
-    """Checks what needs no weights, then serves over HTTP."""
+    """Makes all checks that need no weights, then serves over HTTP."""
     from reinforce_ada_jax.distributed.program_cache import keep_programs
 
     with cli.user_input():
@@ -86,7 +86,7 @@ def serve_http(settings: ServerSettings) -> None:
             load = functools.partial(_weights, components)
             served.append(Served(
                 name, components.folder, components.tokenizer, components.engine, load,
-                # A name of its own is one that clients know the tokenizer by.
+                # With NAME=FOLDER, clients find the tokenizer by NAME.
                 tokenizer_id=str(components.folder.absolute()) if name == folder else None,
             ))  # fmt: skip
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -97,7 +97,7 @@ def check_processes(settings: ServerSettings) -> None:
     """Ends the process if the interface can't be served by several processes."""
     from reinforce_ada_jax.distributed import processes
 
-    # All processes must launch the same programs in the same order, which follows from what process 0 alone knows.
+    # All processes must launch the same programs in the same order, but only process 0 knows the requests.
     reasons = {
         "grpc": "JetStream's driver starts programs in several threads, in an order of its own",
         "tinker": "only process 0 knows which adapters clients train, and in which order",
@@ -111,7 +111,7 @@ def check_processes(settings: ServerSettings) -> None:
 
 
 def serve_grpc(settings: ServerSettings) -> None:
-    """Checks what needs no weights, then serves JetStream's interface."""
+    """Makes all checks that need no weights, then serves JetStream's interface."""
     from reinforce_ada_jax.distributed.program_cache import keep_programs
     from reinforce_ada_jax.serving import jetstream
 
@@ -125,11 +125,11 @@ def serve_grpc(settings: ServerSettings) -> None:
         from reinforce_ada_jax.serving.jetstream import server
         from reinforce_ada_jax.serving.jetstream.engine import JetStreamEngine
 
-        bind(settings.host, settings.port).close()  # gRPC says in ten lines that it can't
+        bind(settings.host, settings.port).close()  # gRPC needs ten lines to say that it can't listen
         keep_programs(settings.compilation_cache)
         components = build(settings)
         engine = JetStreamEngine(components.engine, components.tokenizer, settings.sampling)
-    # Until the server listens to signals itself: an end without a stack trace, there is nothing to save.
+    # Until the server handles signals itself, one ends the process without a stack trace: there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(server.serve(settings, components.folder, engine, functools.partial(_weights, components)))
 

@@ -63,11 +63,12 @@ class Request:
     Attributes:
       prompt: the prompt to draw for.
       draw: number of the response in the prompt's pool, from 0.
-      prefetch: number of iterations until the prompt's own; above 0, the request fills a slot that would be idle.
-      continues: where another turn may follow, the id of its prompt, else empty. That prompt begins with the tokens of
-        this one and of the response, and has one request. A sampler may keep what it computed until the request comes,
-        or until `RequestQueue.closed` names one of the two prompts.
-      begun: the response so far, if an earlier collection began it; the prompt then ends with its tokens.
+      prefetch: number of iterations until the prompt's own iteration; above 0, the request fills an idle slot.
+      continues: id of the next turn's prompt, if another turn may follow, else empty. The next prompt begins with the
+        tokens of this prompt and of the response, and has one request. A sampler may keep its computed state until that
+        request arrives, or until `RequestQueue.closed` names one of the two prompts.
+      begun: the response so far, if an earlier collection began it; its tokens are then at the end of the prompt that a
+        sampler gets (`continuation.following`).
     """
 
     prompt: Prompt
@@ -84,7 +85,7 @@ class Response:
     Attributes:
       prompt_id: `Prompt.id`.
       draw: `Request.draw`.
-      tokens: T >= 1; includes a stop token that ended the response (sampled, kept, scored, trained).
+      tokens: at least one. A stop token that ended the response is included: it is sampled, kept, scored and trained.
       logprobs: log-probability of each token under the behaviour policy that sampled it, at the sampling temperature
         and without truncation; 0 at tokens of the environment.
       truncated: the length limit ended it, not a stop token.
@@ -139,14 +140,14 @@ class Verdict:
     """Verifier's result for one response.
 
     Attributes:
-      correct: for stopping rules and pass rates.
-      reward: of the outcome, for advantages: any finite number; 0 and 1 where answers are right or wrong.
+      correct: whether the response counts as correct, in stopping rules and pass rates.
+      reward: reward of the outcome, for advantages: any finite number; 1 or 0 if answers are only right or wrong.
       reason: one word where something other than a comparison decided ("no_answer", "timeout", "crash", "error",
         ...), else empty.
-      penalty: for the length of a correct response (rewards/shaping.py), not subtracted from `reward`; 0 for a wrong
-        one. Advantages compare it among correct responses only.
-      rewards: of each function of `reward.path` that applies to the response, by name, before weights. Not compared:
-        two verdicts are equal where they have the same effect.
+      penalty: penalty for the length of a correct response (rewards/shaping.py), not subtracted from `reward`; 0 for a
+        wrong one. Advantages compare it among correct responses only.
+      rewards: reward of each function of `reward.path` that applies to the response, by name, before weights. They are
+        not compared: two verdicts are equal if they have the same effect.
     """
 
     correct: bool
@@ -162,9 +163,9 @@ class Verdict:
 
 
 def counted_rewards(verdicts: Sequence[Verdict]) -> Float[np.ndarray, " N"]:
-    """Returns the rewards of one prompt's verdicts, float64; a failed one has the lowest of them, at most 0.
+    """Returns the rewards of one prompt's verdicts, float64; a failed one gets the lowest of them, at most 0.
 
-    Where a wrong answer has the reward -1, a failure that counted 0 would be better than the wrong answer: the policy
+    If a wrong answer has the reward -1, a failure with the reward 0 would be better than a wrong answer: the policy
     would learn to stall, or to crash its grader.
     """
     rewards = np.array([verdict.reward for verdict in verdicts], np.float64)
@@ -177,7 +178,7 @@ def counted_rewards(verdicts: Sequence[Verdict]) -> Float[np.ndarray, " N"]:
 class ScoreNoise(NamedTuple):
     """Mean squared norms of responses' scores, expected before drawing, in any unit."""
 
-    success: float  # of a correct response, relative to the mean of the prompt's correct ones: 0 if it is alone
+    success: float  # of the score of a correct one minus the mean of the prompt's correct ones; 0 if all are equal
     correct: float  # of the score of a correct response
     wrong: float  # of the score of a wrong one
 
@@ -243,9 +244,9 @@ class PartialRollouts:
     begun: tuple[Response, ...] = ()  # tokens so far of missing responses
 
     def ungraded(self) -> "PartialRollouts":
-        """Returns the rollouts without their verdicts, for another reward to grade: no round is finished.
+        """Returns the rollouts without verdicts, to be graded by another reward: no round counts as finished.
 
-        A later round whose draws still run is left out, because the draws that have ended are the short ones.
+        If draws of the last of several rounds still run, this round is left out: its ended draws are the short ones.
         """
         responses, sizes, begun = self.responses, self.round_sizes, self.begun
         if None in responses and len(sizes) > 1:
@@ -255,10 +256,11 @@ class PartialRollouts:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetch:
-    """Prompts of the next collections, of which one collection may draw responses where slots would be idle."""
+    """Prompts of the next collections; a collection may draw responses to them in slots that would be idle."""
 
     prompts: Sequence[Prompt]  # their ids differ from those of the current prompts
-    ahead: Mapping[str, int] = dataclasses.field(default_factory=dict)  # collections until a prompt's own; default: 1
+    # By prompt id, the number of collections until the prompt's own; default: 1.
+    ahead: Mapping[str, int] = dataclasses.field(default_factory=dict)
     partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)  # by prompt id; added by `collect`
 
 
@@ -273,7 +275,7 @@ class RequestQueue(Protocol):
     def take(self, limit: int, *, wait: bool = True) -> list[Request]:
         """Returns up to `limit` requests, most urgent first; none where no request is waiting.
 
-        With `wait` it waits for verdicts that may bring further requests, if all requests before are answered.
+        With `wait`, if all earlier requests are answered, it waits for verdicts that may bring further requests.
         """
         ...
 
@@ -282,7 +284,7 @@ class RequestQueue(Protocol):
         ...
 
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
-        """Returns up to `limit` draws of these prompts that their next verdicts may ask for, for idle slots.
+        """Returns up to `limit` requests for idle slots: draws that the next verdicts of these prompts may require.
 
         Prompts of later turns have none.
         """
@@ -291,7 +293,7 @@ class RequestQueue(Protocol):
     def wait(self) -> bool:
         """Waits for the next pending verdicts, which may close prompts or bring requests; False where none are pending.
 
-        For a sampler that can't start its requests before some prompt closes.
+        It is called by a sampler that can't start its requests before some prompt closes.
         """
         ...
 
@@ -309,24 +311,25 @@ class RequestQueue(Protocol):
 
 @runtime_checkable
 class CuttableQueue(RequestQueue, Protocol):
-    """Queue of a collection that may end while responses of later ones run (`Response.is_cut`).
+    """Queue of a collection that may end while responses of later collections run (`Response.is_cut`).
 
     Attributes:
-      cuts_at_end: the sampler sets it, if it cuts what runs at the end. `take_prefetch` then has requests to the end.
-      running: the sampler sets it, if its responses can go on later; returns the tokens so far of what runs.
+      cuts_at_end: set by a sampler that cuts the responses which run at the end. `take_prefetch` then has requests
+        until the end.
+      running: set by a sampler whose responses can go on later; returns the tokens so far of the running responses.
     """
 
     cuts_at_end: bool
     running: Callable[[], Sequence[Response]]
 
     def is_complete(self) -> bool:
-        """Returns True once all prompts of this collection are closed: what still runs is for later ones."""
+        """Returns True once all prompts of this collection are closed: running responses are for later ones."""
         ...
 
     def give_back(self, requests: Iterable[Request]) -> None:
-        """Takes back requests of which no token was drawn."""
+        """Takes back requests for which no token was drawn."""
         ...
 
     def add_begun(self, cut: Iterable[Response]) -> None:
-        """Takes the tokens so far of responses that run when the sampler is broken off."""
+        """Takes the tokens so far of the responses that run when the sampler is interrupted."""
         ...

@@ -1,7 +1,7 @@
 """A user's own Python file, named as "file.py:function": checked and run.
 
-`collection.strategy`, `collection.selection`, `reward.path` and `environment.path` name such files. They are trusted
-(docs/security.md). The caller checks what the function or class returns.
+`collection.strategy`, `collection.selection`, `learning.loss`, `reward.path` and `environment.path` name such files,
+and --config may. They are trusted (docs/security.md). The caller checks the results of the function or class.
 """
 
 import codecs
@@ -30,14 +30,14 @@ class UserCodeError(ValueError):
 
 
 class ExitedAtOnce(SystemExit):
-    """`os._exit` was called, which `cli` replaces: the process would end without a word, and save nothing."""
+    """`os._exit` was called. `cli` replaces it, because it would end the process without a message or a save."""
 
 
 def check(path: pathlib.Path, setting: str, name: str) -> None:
     """Checks that a file defines a function or class, without running the file.
 
-    `setting` begins the error message: "collection.strategy is 'mine.py:triple'". Any name will do, if the file imports
-    all names of a module.
+    `setting` begins the error message: "collection.strategy is 'mine.py:triple'". If the file has `import *`, any name
+    is accepted.
 
     Raises:
       ValueError: there is no such file, it is no valid Python file (.py), or it defines no such name.
@@ -68,7 +68,7 @@ class _WithoutBytecode(importlib.machinery.SourceFileLoader):
 
 
 def run(path: pathlib.Path) -> types.ModuleType:
-    """Runs a file as a module, at every call again; it may import files in its folder, as a script may.
+    """Runs a file as a module, again at every call; like a script it may import files in its folder.
 
     The module's name is unique, so it never replaces a module that has the file's name; it is registered while the
     file runs, which dataclasses need.
@@ -91,10 +91,10 @@ def run(path: pathlib.Path) -> types.ModuleType:
 
 @contextlib.contextmanager
 def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
-    """Raises an error of a user's file as a `UserCodeError`: one line that begins with `setting` and names its line.
+    """Raises errors of a user's file as UserCodeError: one line that begins with `setting` and has the line number.
 
-    `sys.exit()` is such an error, and so is KeyboardInterrupt unless Ctrl-C raises it. A file that runs for
-    `NOTE_AFTER_S` is named on stderr: nothing but Ctrl-C ends a loop in it.
+    `sys.exit()` is such an error, and so is KeyboardInterrupt unless Ctrl-C raises it. If the file runs for
+    `NOTE_AFTER_S` seconds, a note on stderr names it, because only Ctrl-C ends a loop in it.
     """
     note = threading.Timer(NOTE_AFTER_S, _say_that_it_runs, (path, setting, threading.get_ident()))
     note.daemon = True
@@ -109,7 +109,7 @@ def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
 
 
 def _raise(raised: BaseException, path: pathlib.Path, setting: str) -> NoReturn:
-    """Raises what a user's file raised, with its line; Ctrl-C and named errors as they are."""
+    """Raises an error of a user's file with its line number; Ctrl-C and UserCodeError stay as they are."""
     error, frames = raised, _frames(raised, path)
     if isinstance(raised, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         if frames:  # where it hung
@@ -135,7 +135,7 @@ def call_of(end: SystemExit) -> str:
 def named(function: Callable[..., Any], path: pathlib.Path, setting: str) -> Callable[..., Any]:
     """Returns a function of a user's file whose errors are raised as `failures` does, for calls within a run.
 
-    It has no note after `NOTE_AFTER_S`, which takes a thread: a run calls such functions for each prompt.
+    There is no note after `NOTE_AFTER_S`: it needs a thread, and a run calls such functions for each prompt.
     """
 
     @functools.wraps(function)
@@ -152,7 +152,7 @@ def named(function: Callable[..., Any], path: pathlib.Path, setting: str) -> Cal
 
 
 def wrong(function: Any, message: str) -> ValueError:
-    """Returns an error about what a function returned; for one of `named` with the setting, the file and the line.
+    """Returns an error about a function's result; for a function from `named` with setting, file and line.
 
     `message` may begin with the setting.
     """
@@ -164,7 +164,7 @@ def wrong(function: Any, message: str) -> ValueError:
 
 
 def _say_that_it_runs(path: pathlib.Path, setting: str, thread: int) -> None:
-    """Says that a file is running in a thread, and at which line."""
+    """Prints that a file is running in a thread, and its present line."""
     frames = traceback.extract_stack(sys._current_frames().get(thread))
     lines = [each.lineno for each in frames if each.filename == str(path.resolve())]
     if lines:
@@ -173,7 +173,7 @@ def _say_that_it_runs(path: pathlib.Path, setting: str, thread: int) -> None:
 
 
 def _frames(error: BaseException, path: pathlib.Path) -> list[traceback.FrameSummary]:
-    """Returns the lines of a file through which an error came."""
+    """Returns the frames of an error's stack trace that are in a file."""
     return [each for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path.resolve())]
 
 
