@@ -1,15 +1,15 @@
 """`bench.accelerator`: compares the parts of a run with the limits of the device, within minutes.
 
     ceilings    bytes a second of a large copy, operations a second of a large product
-    hand_over   the cast of the learner's float32 weights to those that decode
+    hand_over   the cast of the learner's float32 weights to the weights for decoding
     sampling    prefill: prompts, with one response token each; decode: whole responses, with their prompts' prefill
     pages       attention of decoding over pages of each kind, by each implementation for the device
     loss        log-probabilities over the vocabulary, forward and backward
     attention   of one layer of the learner, forward and backward, by each implementation for the device
     update      one update of the learner
 
-Each part is a process of its own, so that it has the whole memory, and that a part that fails leaves the others alone.
-Shares are relative to the ceilings, which the same device reached minutes before.
+Each part runs in its own process: it has the whole memory, and if it fails, the other parts still run. Shares are
+relative to the ceilings, which the same device reached minutes before.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM, paged_attention
 from reinforce_ada_jax.sampling.pages import padded_head_dim
 
-# Of all parts together; what has not ended by then is reported as missing.
+# Seconds for all parts together; a part that has not ended by then is reported as failed.
 LIMIT_S = 480.0
 # Sizes of all parts, as the flags of these names; rows of `loss` and `update` are one prompt and one response.
 DEFAULTS = {
@@ -100,7 +100,8 @@ def _workload(architecture: Architecture, options: flags.FlagValues, response_to
 def sampling(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
     """Returns figures of `prefill` and of `decode`, from one engine.
 
-    Those of prefill have the operations of the layers' products, those of decode the bytes that all steps must read.
+    The figures of prefill have the operations of the layers' products, and those of decode the bytes that all steps
+    must read.
     """
     workload = _workload(architecture, options, options.response_tokens)
     engine_options = engines.engine_options(workload, options)
@@ -135,7 +136,8 @@ def pages(architecture: Architecture, options: flags.FlagValues) -> dict[str, An
     """Returns `pages`: seconds of a decoding step's attention in all layers, by "jnp" and by the device's own kernel.
 
     Slots hold half to all of a prompt and a response; with a window they see their last `WINDOW` tokens. The layers
-    read the same pages. `difference` is the largest one from "jnp" after the first of them, over the largest number.
+    read the same pages. `difference` is the largest difference from "jnp" in the first layer, divided by the largest
+    number of "jnp".
     """
     mesh, heads, head_dim = mesh_lib.make_mesh(data=1), architecture.num_kv_heads, architecture.head_dim
     most, size = options.prompt_tokens + options.response_tokens, options.page_size
@@ -190,7 +192,7 @@ def quantized_pages(pool: jax.Array) -> Quantized:
 def _each(
     names: Sequence[str], measured_by: Callable[[str], dict[str, Any]], results: dict[str, tuple[jax.Array, ...]]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each implementation, its difference from "jnp" among them, or why it failed."""
+    """Returns the figures of each implementation, with its difference from "jnp", or the reason why it failed."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(names):
         try:
@@ -232,7 +234,8 @@ def head_loss(architecture: Architecture, options: flags.FlagValues) -> dict[str
 def attention(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
     """Returns `attention`: seconds of values and gradients of one layer of the learner, by each implementation.
 
-    Rows have two sequences. `difference` is the largest one from "jnp", in values or a gradient, over their largest.
+    Rows have two sequences. `difference` is the largest difference from "jnp" in the values or in a gradient, divided
+    by their largest number.
     """
     mesh, dtype = mesh_lib.make_mesh(data=1), jnp.dtype(options.dtype)
     length, first = options.prompt_tokens + options.response_tokens, options.prompt_tokens
@@ -258,7 +261,7 @@ def attention(architecture: Architecture, options: flags.FlagValues) -> dict[str
     chosen = platform_lib.of_mesh(mesh, LearningConfig(), architecture, dtype)
     results: dict[str, tuple[jax.Array, ...]] = {}
     implementations = _each(("jnp", "blocks", chosen.attention), measured_by, results)
-    # Two products forwards and five backwards, of the scores up to the diagonal.
+    # The forward pass has two products, the backward pass five, each with the scores up to the diagonal.
     flops = 7 * query_heads * architecture.head_dim * options.rows * (first**2 + (length - first) ** 2)
     own = implementations[chosen.attention]
     counted = {"flops": flops, "seconds": own["seconds"]} if "seconds" in own else {}
@@ -266,7 +269,7 @@ def attention(architecture: Architecture, options: flags.FlagValues) -> dict[str
 
 
 def _difference(arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -> float:
-    """Returns the largest difference of two arrays over the largest number of the second, the worst pair's."""
+    """Returns the largest difference of a pair divided by the largest number of its second array, of the worst pair."""
     pairs = [(np.float32(x), np.float32(y)) for x, y in zip(arrays, others, strict=True)]
     return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
 
@@ -344,7 +347,7 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures all parts, by default of Qwen2.5-1.5B in bfloat16.
 
     Raises:
-      ValueError: --model names none, or the rows can't be cut into the micro-batches.
+      ValueError: --model names no model, or the rows can't be cut into the micro-batches.
     """
     if options.model is None and options.shape is None:
         options.model = "Qwen2.5-1.5B"

@@ -47,7 +47,7 @@ def _summary(rollouts: Rollouts, pools: list[Pool], seconds: float) -> dict[str,
 
 
 def _with_barrier(once: Callable[[bool], dict[str, Any]], barrier: bool, repeat: int = 1) -> dict[str, Any]:
-    """Returns the run of median time, without and with a barrier in turns."""
+    """Returns the run with the median time; runs without and with a barrier take turns."""
     kinds = (False, True) if barrier else (False,)
     runs = [[once(kind) for kind in kinds] for _ in range(repeat)]
     medians = [sorted(column, key=lambda run: run["seconds"])[repeat // 2] for column in zip(*runs, strict=True)]
@@ -95,7 +95,7 @@ def simulate(
     limit: int | None,
     speculative: bool = False,
 ) -> dict[str, Any]:
-    """Measures the same in virtual time; `limit` as in `engines.draw`."""
+    """Measures a workload in virtual time; `limit` as in `engines.draw`."""
     lengths = workload.lengths_by_draw()
 
     def once(barrier: bool) -> dict[str, Any]:
@@ -119,8 +119,8 @@ def simulate_hosts(
     """Simulates hosts that decode in step, each with the options' slots and its share of the prompts.
 
     Returns:
-      `waited_share`: share of the collection's time in which a host waits for others, in the mean over hosts;
-      `unequal_work_share`: what it would be if each went through its windows alone and waited at the end only.
+      `waited_share`: share of the collection's time in which a host waits for others, as a mean over hosts;
+      `unequal_work_share`: this share if each host ran its windows alone, and waited only at the end.
     """
     hosts, shards = Hosts(num_hosts), split([1.0] * len(workload.prompts), num_hosts)
 

@@ -1,4 +1,4 @@
-"""Drafts of the window model: its texts in numpy, with prescribed responses. What is guessed is drafts.py's choice."""
+"""Drafts of the window model: its texts in numpy, with prescribed responses. drafts.py chooses the guesses."""
 
 import functools
 from collections.abc import Mapping
@@ -64,8 +64,8 @@ class DraftModel:
         """Guesses for one decode step.
 
         Args:
-          slots: before the step.
-          prompts: open ones.
+          slots: the slots before the step.
+          prompts: the open prompts.
           responses: tokens by output row.
 
         Returns:

@@ -58,7 +58,7 @@ def engine_options(workload: Workload, options: flags.FlagValues) -> EngineOptio
     if options.slots % replicas:
         raise ValueError(f"--slots={options.slots} can't be shared by {replicas} replicas.")
     slots = options.slots // replicas
-    # Behind a barrier no prompt is closed before the last round has begun: all of them stay open.
+    # With a barrier no prompt is closed before the last round has begun: all of them stay open.
     few = enough_open_prompts(slots, options.samples_per_round)
     open_prompts = max(slots, len(workload.prompts)) if options.barrier else few
     attention = choose_backend(options.attention)
@@ -96,8 +96,8 @@ def draw(
 ) -> list[Pool]:
     """Draws the whole workload once; `params` are empty for a simulated engine.
 
-    Repetitions of another `stream` differ in their tokens. The token limit of responses is `limit`, as in a run whose
-    lengths are not known before, or by default the prescribed length, which ends the response.
+    Repetitions with another `stream` draw other tokens. The token limit of a response is `limit`, as in a run that does
+    not know lengths before, or by default its prescribed length, which then ends it.
     """
 
     def sampling(request: Request) -> SamplingParams:
@@ -138,9 +138,9 @@ def decode_bytes(architecture: Architecture, workload: Workload, decode_steps: i
 
 
 def simulation_cost(options: flags.FlagValues) -> Cost:
-    """Returns the costs that --bandwidth with --model gives, changed by --cost; without either a step takes 10 ms.
+    """Returns the costs from --bandwidth and --model, changed by --cost; without either a step takes 10 ms.
 
-    With --bandwidth, decoding does nothing but read memory, and prefill is free.
+    With --bandwidth, decoding only reads memory, and prefill costs nothing.
     """
     cost = Cost(decode_step=0.01)
     if options.bandwidth:

@@ -1,7 +1,7 @@
 """`bench.iteration`: iterations of training by phase, with rounds free, in step, and overlapping; beside TRL's.
 
-The iterations are those of training, with clocks around their phases. Random weights end no response and solve nothing,
-so with them response lengths and verdicts are scripted too; everything else is done, grading included.
+The iterations are those of training, with clocks around their phases. Random weights end no response and solve no
+problem, so with them response lengths and verdicts are scripted. Everything else is done as in training, also grading.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ PHASES = ("collect", "score", "update", "checkpoint")
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """Response lengths up to `limit` tokens, and verdicts: each a function of its address, alike in every variant."""
+    """Response lengths up to `limit` tokens, and verdicts: functions of an address, so equal in every variant."""
 
     lengths: Lengths
     limit: int
@@ -93,7 +93,7 @@ class ScriptedRollouts(Rollouts):
     def sampler(
         self, params: Params | None, *, sampling: SamplingParams | Callable[[Request], SamplingParams], **others: Any
     ) -> Callable[[RequestQueue], Iterator[list[Response]]]:
-        """As that of `Rollouts`."""
+        """Returns the sampler of `Rollouts`, with the script's lengths as limits."""
 
         def scripted(request: Request) -> SamplingParams:
             configured = sampling if isinstance(sampling, SamplingParams) else sampling(request)
@@ -104,12 +104,12 @@ class ScriptedRollouts(Rollouts):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ScriptedComponents(Components):
-    """Components whose verifiers grade, but whose verdicts are the script's."""
+    """Components whose verifiers grade all responses; the verdicts that count are the script's."""
 
     script: Script
 
     def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
-        """As that of `Components`, with the script's verdicts at the time of the graded ones."""
+        """Returns the function of `Components`, but with the script's verdicts, at the time of the graded ones."""
         grade = super().verify_fn(verifiers, shaping, grader)
 
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
@@ -185,7 +185,7 @@ class ClockedRun:
     def timed_iteration(self, turn: int) -> dict[str, float]:
         """Runs one iteration with a checkpoint; returns its seconds by phase, and counts of its collection.
 
-        In a run a checkpoint is written during the next iteration; here writing is waited for, after the clock.
+        In a run a checkpoint is written during the next iteration. Here the run waits for it, outside of the clock.
         """
         del turn
         self.clock.seconds = seconds = {}
@@ -223,7 +223,7 @@ def begin(
     architecture: Architecture | None,
     stack: contextlib.ExitStack,
 ) -> ClockedRun:
-    """Begins a run in a new work directory; with an architecture, of random weights of that shape.
+    """Begins a run in a new work directory; with `architecture`, it has random weights of that shape.
 
     Nothing is evaluated.
     """
@@ -241,7 +241,7 @@ def begin(
     if architecture is not None or not has_weights:
         script = Script(lengths, config.sampling.max_response_tokens, config.seed)
         engine = components.engine
-        options = dataclasses.replace(engine.options, stop_ids=())  # which random weights would draw at times
+        options = dataclasses.replace(engine.options, stop_ids=())  # random weights would draw stop tokens at times
         engine = Engine(engine.architecture, options, mesh=engine.mesh, learner_mesh=components.mesh)
         fields: dict[str, Any] = {each.name: getattr(components, each.name) for each in dataclasses.fields(components)}
         fields["engine"] = engine
@@ -300,7 +300,7 @@ def start_baseline(
     """Starts a baseline with the weights, prompts and rewards of a run; returns it and its description.
 
     Raises:
-      ValueError: its iterations would be other work, or it does not start.
+      ValueError: its iterations would do other work than ours, or it does not start.
     """
     name, collection, limit = baseline.name, run.config.collection, run.config.sampling.max_response_tokens
     if script is None or (script.lengths(np.random.default_rng(0), (1_000,)).round() != limit).any():
@@ -338,13 +338,13 @@ def measure(
 ) -> dict[str, Any]:
     """Measures iterations of each variant in turns; the first of each compiles and is not timed.
 
-    An architecture gives random weights of that shape, with the configured model's tokenizer, and `lengths` are those
-    of the responses of random weights.
+    With `architecture` the weights are random, of that shape, and the tokenizer is that of the configured model.
+    `lengths` are the response lengths of random weights.
 
     Returns:
       By variant, medians over iterations, explained in docs/performance.md; "barrier_ratio", "overlap_ratio" and
-      "invariant_ratio", tokens a second of "rounds" over theirs; with a baseline "time_ratio" and "cpu_time_ratio",
-      seconds of the first variant over its own.
+      "invariant_ratio", tokens a second of "rounds" divided by those of the variant; with a baseline "time_ratio" and
+      "cpu_time_ratio", seconds of the first variant divided by those of the baseline.
 
     Raises:
       ValueError: an unknown variant, or a configuration that can't be run.

@@ -1,6 +1,6 @@
-"""A subprocess that answers JSON requests, one a line: baselines, and parts of ours that need a memory of their own.
+"""A subprocess that answers JSON requests, one a line: baselines, and our parts whose memory is measured alone.
 
-Its side is `baselines/json_worker.py`.
+The code on its side is `baselines/json_worker.py`.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class JsonSubprocess:
         return json.loads(answer)
 
     def run(self, turn: int) -> dict[str, Any]:
-        """Returns the answer to "run", which is alike in every turn."""
+        """Returns the answer to "run"; the request is the same in every turn."""
         del turn
         return self.ask("run")
 

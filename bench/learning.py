@@ -9,8 +9,8 @@ after an interruption the same command continues, and a finished run is not repe
 any has two. Seconds are those of collecting and updating, compilation included; compare them within one command on an
 idle machine.
 
-Below its table each task has what `simulate` states of the methods before a run, beside their outcome
-(bench/predictions.py). Methods that choose prompts are left out there: they change the pass rates that they meet.
+Below its table each task has the predictions of `simulate` for the methods, next to their outcomes
+(bench/predictions.py). Methods that choose prompts are left out there, because they change the pass rates.
 
 With several --learning_rates each algorithm gets the one that is best on the task at the middle budget of tokens, by
 a run with a seed that is not reported (`TRIAL_SEED`).
@@ -101,9 +101,9 @@ def train_all(runs: Sequence[Run], folder: pathlib.Path, jobs: int) -> list[Hist
 def with_best_rates(
     planned: Sequence[tuple[str, Entry]], rates: Sequence[float], folder: pathlib.Path, jobs: int
 ) -> list[tuple[str, Entry]]:
-    """Returns the entries, each with its task, with the best of several learning rates by a trial of each.
+    """Returns the entries with their tasks, each with the best of several learning rates, by one trial of each rate.
 
-    A trial has the share of the entry's updates that the middle budget has of the largest.
+    A trial has the entry's updates times the middle budget, divided by the largest budget.
     """
     shares = {name: task.budgets[1] / task.budgets[-1] for name, task in TASKS.items()}
     trials = [
@@ -234,7 +234,7 @@ def table(task: Task, result: dict[str, Any]) -> str:
 def prediction_table(
     name: str, result: dict[str, Any], histories: dict[str, list[History]], folder: pathlib.Path
 ) -> str:
-    """Returns predictions beside outcomes of a task's methods, as Markdown.
+    """Returns a Markdown table of predictions and outcomes of a task's methods.
 
     It is "" where all methods choose prompts, and for a task without predictions.
     """
@@ -285,7 +285,7 @@ def own_entry(text: str) -> Entry:
 
 
 def planned_entry(entry: Entry, task: Task, updates: int | None) -> Entry:
-    """Returns the entry with the learning rate and the updates that it has on a task; `updates` are the user's."""
+    """Returns the entry with its learning rate and its updates on a task; `updates` is the user's choice, or None."""
     if task.learning_rate is None:
         return dataclasses.replace(entry, updates=updates or entry.updates)
     return dataclasses.replace(entry, learning_rate=task.learning_rate, updates=updates or task.updates)
@@ -302,7 +302,7 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     """Trains, writes learning.md and a figure of each task into --output, and returns the summary by task and entry.
 
     Raises:
-      ValueError: an unknown algorithm or task, or one of the user's that is no name and settings.
+      ValueError: an unknown algorithm or task, or an --own that is not a name with settings.
     """
     own = [own_entry(text) for text in options.own]
     known = {entry.name: entry for entry in (*ENTRIES, *own)}

@@ -1,8 +1,8 @@
 """Learning curves of a population of independent prompts, one logit each, under a collection strategy.
 
-The model leaves out much: prompts do not help each other (no generalisation, and nothing for a held-out set to show),
-the responses of a prompt differ in nothing but their verdict, there is no clipping, no momentum, and nothing
-off-policy. It shows the effect of the choice and the number of draws, not what a run will reach.
+The model leaves out much: prompts do not help each other (no generalisation, so a held-out set would show nothing), the
+responses of a prompt differ only in their verdict, and there is no clipping, no momentum, and no off-policy data. It
+shows the effect of the choice and the number of draws, not the accuracy that a run will reach.
 """
 
 import dataclasses
@@ -137,7 +137,7 @@ def learn(
         states = counts.tolist()
         found = np.array([terms(*state) for state in states], np.float64)
         rows = found[:, 0] + found[:, 1]
-        # Candidates are drawn in turn until enough are kept; the others were never drawn.
+        # In a run candidates are drawn one by one until enough are kept: the others do not count as drawn.
         used = prompts_per_update
         if strategy.extra_batches:
             used = min(num_candidates, 1 + int(np.searchsorted(np.cumsum(rows > 0), prompts_per_update)))

@@ -1,11 +1,11 @@
 """`bench.long_responses`: what a decode window, the host and a report cost, by the length of responses.
 
 For each length an engine is made whose longest response has this many tokens. All slots then hold responses that lack
-the tokens of a few windows: the first ones come as those of responses that go on (`Request.begun`), so they are
-prefilled and need not be drawn. Last the pool loses pages, so that slots are evicted and draw their tokens again.
+only the tokens of a few windows. The tokens before are given with the request (`Request.begun`), so they are prefilled
+and need not be drawn. At the end the pool loses pages, so that slots are evicted and draw their tokens again.
 
-Processor seconds are those of all threads. Those of the host are of the thread that schedules and reads reports; those
-of the device are the others.
+Processor seconds are those of all threads: the host's are those of the thread that schedules and reads reports, and the
+device's are all others.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 from reinforce_ada_jax.types import Prompt, Request, Response
 
 SHORTEST, FACTOR = 1024, 4
-WINDOWS = 8  # that a response lacks
+WINDOWS = 8  # number of windows that a response lacks
 
 
 class Window(NamedTuple):
-    """Cost of one window, in processor seconds where nothing else is said."""
+    """Cost of one window: counts, and processor seconds."""
 
     decode_steps: int
     tokens: int
@@ -104,12 +104,12 @@ def engine_options(length: int, values: flags.FlagValues) -> EngineOptions:
         max_response_tokens=length, begun_tokens=length - 1, stop_ids=(), seed=0, dtype=values.dtype,
         attention=choose_backend(values.attention),
     )  # fmt: skip
-    # Twice as many as slots need: the host expects each response to have all its tokens behind those that it has.
+    # Twice as many as slots need: the host expects each response to draw its full length after the tokens that it has.
     return dataclasses.replace(sizes, pages=2 * enough_pages(sizes))
 
 
 def requests(sizes: EngineOptions, missing: int, vocab_size: int) -> list[Request]:
-    """Returns a request for each slot: of a response at its longest but for `missing` tokens, which has begun."""
+    """Returns a request for each slot, for the last `missing` tokens of a response of full length."""
     rng, begun = np.random.default_rng(0), sizes.max_response_tokens - missing
 
     def request(number: int) -> Request:
@@ -122,7 +122,7 @@ def requests(sizes: EngineOptions, missing: int, vocab_size: int) -> list[Reques
 
 
 def mean(windows: list[Window]) -> dict[str, float]:
-    """Returns milliseconds of a full window, the medians of several."""
+    """Returns the milliseconds of a full window, as medians over `windows`."""
     columns = {name: np.median([getattr(window, name) for window in windows]) for name in Window._fields}
     return {f"{name.removesuffix('_s')}_ms": 1e3 * float(columns[name]) for name in columns if name.endswith("_s")}
 
@@ -130,7 +130,8 @@ def mean(windows: list[Window]) -> dict[str, float]:
 def measure_end(engine: Engine, params: Params, vocab_size: int) -> dict[str, Any]:
     """Returns the costs of prefilling almost whole responses, of drawing their last tokens, and of evictions.
 
-    Half of the windows are measured as they are. Then the slots have pages for half of what they still grow by.
+    The first half of the windows has enough pages. For the second half, the slots have only half of the pages by which
+    they grow.
     """
     sizes, drawing = engine.options, Drawing(engine, params)
     missing = WINDOWS * sizes.window

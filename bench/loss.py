@@ -4,8 +4,8 @@
     chunked    logits of some positions of every row at a time, recomputed backward by jax.checkpoint
     fused      learning/fused_logprobs.py, by the scan
 
-Each is a process of its own, so that memory is its own; repetitions alternate, so that other programs on the machine
-disturb all alike. The memory of a process is read from Linux.
+Each runs in its own process, so that its memory is measured alone; repetitions alternate, so that other programs on the
+machine disturb all of them equally. The memory of a process is read from Linux.
 """
 
 import contextlib

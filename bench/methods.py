@@ -19,11 +19,11 @@ class Task:
       threshold: held-out average, for the cost of reaching it.
       samples: responses per problem of an evaluation.
       time: seconds after which averages are compared.
-      seconds: most seconds of the figure.
+      seconds: largest number of seconds in the figure.
       every: updates between evaluations.
-      settings: others that differ from the configuration.
-      learning_rate: of the entries; None: each entry's own.
-      updates: of a run, and those at which averages are compared; with `learning_rate` None an entry may have more.
+      settings: further settings that differ from the configuration.
+      learning_rate: learning rate of all entries; None: each entry's own.
+      updates: updates of a run, after which averages are compared; with `learning_rate` None an entry may have more.
       predicts: whether the untrained model draws 16 responses to each problem, for predictions of `simulate`.
     """
 
@@ -66,9 +66,9 @@ class Entry:
     Attributes:
       name: in tables, figures and names of work directories.
       overrides: settings of the `collection` section that differ from the task's configuration.
-      learning_rate: the best of 1e-3, 2e-3 and 4e-3 on the task `cipher`, by one seed each; names end with others. The
-        default, for files of users, was not tried.
-      updates: on the task `cipher`, at least those that generate its largest budget; at least `UPDATES`.
+      learning_rate: the best of 1e-3, 2e-3 and 4e-3 on the task `cipher`, by one seed each; another one is at the end
+        of the name. The default, for users' algorithms, was not tried.
+      updates: enough to generate the largest budget of the task `cipher`, and at least `UPDATES`.
     """
 
     name: str

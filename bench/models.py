@@ -13,15 +13,15 @@ from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import Params, distribution
 
-# In `rounding_units`. Right programs have 0.4 to 1.6 (random models, SmolLM2-135M, against transformers); a rotary base
-# that is off by a thousandth in one layer has 6 or more.
+# Limit of `rounding_units`. Correct programs have 0.4 to 1.6 (random models and SmolLM2-135M, against transformers); a
+# program whose rotary base is off by a thousandth in one layer has 6 or more.
 MOST_UNITS = 3.0
 
 
 def shaped(shape: str) -> Architecture:
     """Returns the Qwen2 architecture "HIDDENxLAYERS", or a published one by its name.
 
-    It has 8 heads, 4 key/value heads, an MLP 3 times as wide, and 8192 tokens.
+    It has 8 heads, 4 key/value heads, an MLP 3 times as wide, and a vocabulary of 8192 tokens.
 
     Raises:
       ValueError: the shape has another form, or the heads don't divide it.
@@ -75,12 +75,13 @@ def neighbours(params: Params) -> Params:
 def rounding_units(
     ours: Float[np.ndarray, " T"], of_neighbours: Float[np.ndarray, " T"], theirs: Float[np.ndarray, " T"]
 ) -> float:
-    """Returns the distance of two programs' log-probabilities in units of what rounding does to this model's.
+    """Returns the distance of two programs' log-probabilities in units of the effect of rounding on this model.
 
-    A token's unit is the change of its log-probability under `neighbours` of the weights. It also changes how every sum
-    rounds, so a right program is about as far from another. Depth, width, and what a context amplifies are in it: of
-    SmolLM2 in contexts of random tokens the units go from 1e-6 to 1e-4. As one change can be small by chance, the
-    unit is no less than the median over the tokens, and no less than one step of float32 at the log-probability.
+    A token's unit is the change of its log-probability when `neighbours` replace the weights. With them every sum also
+    rounds in another way, so two correct programs differ by about as much. The unit includes the effects of depth,
+    width and context: for SmolLM2 in contexts of random tokens units are 1e-6 to 1e-4. As one change can be small by
+    chance, the unit is no less than the median over the tokens, and no less than one step of float32 at the
+    log-probability.
 
     Args:
       ours: log-probability of each token.
@@ -88,7 +89,7 @@ def rounding_units(
       theirs: those of the other program.
 
     Returns:
-      Root mean square over the tokens. A wrong program is also far off where only few tokens are wrong.
+      Root mean square over the tokens. It is also large for a program that has only few wrong tokens.
     """
     changes = np.abs(of_neighbours - ours)
     steps = np.spacing(np.abs(theirs).astype(np.float32))
@@ -103,7 +104,7 @@ def check_logprobs(
     theirs: Sequence[Sequence[float] | np.ndarray],
     source: str,
 ) -> float:
-    """Returns `rounding_units` from the log-probabilities of `source`: only one model's speeds are compared.
+    """Returns `rounding_units` of the log-probabilities of `source`, so that only speeds of one model are compared.
 
     Args:
       architecture: of the model.
@@ -113,7 +114,7 @@ def check_logprobs(
       source: of these, for the error.
 
     Raises:
-      ValueError: they are above `MOST_UNITS`, or a token is beyond the vocabulary.
+      ValueError: the result is above `MOST_UNITS`, or a token is beyond the vocabulary.
     """
     largest = max(int(row.max()) for row in rows)
     if largest >= architecture.vocab_size:
@@ -127,7 +128,7 @@ def check_gap(what: str, gap: float, limit: float, source: str) -> None:
     """Checks that two programs compute the same.
 
     Raises:
-      ValueError: `gap` is above `limit`, or no number.
+      ValueError: `gap` is above `limit`, or NaN.
     """
     if not gap <= limit:
         raise ValueError(

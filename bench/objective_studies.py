@@ -19,7 +19,7 @@ from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.config.values import ALLOCATIONS
 from reinforce_ada_jax.reporting.panels import Panel
 
-# Objectives of the study `objectives`, beside those of the strategies that the user names.
+# Objectives of the study `objectives`, with the constants of the first strategy.
 SHOWN = ("identity", "log", "power", "pass_at_k")
 # What the study `signal` shows of each strategy: title, and the numbers at each pass rate.
 COLUMNS = {
@@ -104,14 +104,14 @@ def objectives(inputs: Inputs) -> None:
 def balance_limit(pass_rates: Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
     """Computes the signal of the published `balance` for many draws: ((1 - p) / p + p / (1 - p)) / 2.
 
-    Half of the group is correct, and each advantage is r - p: E[A+] = (1 - p) / 2, E[A-] = -p / 2. It is the slope of
-    log(p / (1 - p)) / 2 - p.
+    Half of the group is correct, and each advantage is r - p: E[A+] = (1 - p) / 2, E[A-] = -p / 2. The signal is the
+    derivative of log(p / (1 - p)) / 2 - p.
     """
     return ((1.0 - pass_rates) / pass_rates + pass_rates / (1.0 - pass_rates)) / 2.0
 
 
 def signal(inputs: Inputs) -> None:
-    """Reports what each strategy climbs: signal(p) beside f'(p), draws, and noise."""
+    """Reports the objective that each strategy climbs: signal(p) next to f'(p), draws, and noise."""
     rates = inputs.pass_rates
     if not ((rates > 0) & (rates < 1)).all():
         raise ValueError("--study=signal needs pass rates above 0 and below 1.")
@@ -138,9 +138,9 @@ def _rows(
     values: Mapping[str, Float[np.ndarray, " P"]],
     targets: Mapping[str, Objective],
 ) -> Sequence[tuple[str, Float[np.ndarray, " P"]]]:
-    """Returns the named rows of one table: each strategy, and among signals the slopes that they compare with.
+    """Returns the named rows of one table: each strategy; in the table of signals also f', for comparison.
 
-    An objective's slope stands above its first strategy, the limit of `balance` below the strategy.
+    The f' of an objective is above its first strategy, and the limit of `balance` is below this strategy.
     """
     rows: list[tuple[str, Any]] = []
     seen: set[str] = set()

@@ -31,8 +31,8 @@ class Sizes:
     prompts: int = 64  # of an iteration
     group_size: int = 8  # responses of a prompt
     slots: int = 64  # responses decoded at the same time
-    mean_tokens: int = 200  # mean length of responses, which have half of it to one and a half
-    longest: int = 20  # length of one response in each iteration, in means
+    mean_tokens: int = 200  # mean length of responses; lengths are 0.5 to 1.5 times the mean
+    longest: int = 20  # length of one response in each iteration, as a multiple of the mean
     iterations: int = 8  # those from the third on are counted, so at least 3
 
 
@@ -42,11 +42,11 @@ class Busy:
 
     slots: float  # share of slot-steps that made a token
     seconds: float  # of an iteration
-    prefilled: float  # prompt tokens of an iteration, those of responses that go on included
+    prefilled: float  # prefilled tokens of an iteration, including those of responses that continue
 
 
 def lengths(sizes: Sizes, iterations: int, rng: np.random.Generator) -> dict[tuple[str, int], int]:
-    """Returns the length of each draw, of which one in each iteration is the longest."""
+    """Returns the length of each draw; in each iteration one draw has the longest."""
     mean, found = sizes.mean_tokens, {}
     for iteration in range(iterations):
         prompt, draw = rng.integers(sizes.prompts), rng.integers(sizes.group_size)
@@ -84,7 +84,7 @@ def simulate(sizes: Sizes, overlap: str, ahead: int) -> Busy:
 def _collect(
     sizes: Sizes, rollouts: Rollouts, iteration: int, ahead: int, partial: Mapping[str, PartialRollouts]
 ) -> dict[str, PartialRollouts]:
-    """Draws an iteration; returns what it has begun of later ones."""
+    """Draws an iteration; returns the rollouts of later iterations that it has begun."""
 
     def prompts(number: int) -> list[Prompt]:
         tokens = np.arange(PROMPT_TOKENS, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Compares what `simulate` states of methods before a run with what their runs did: a part of `bench.learning`."""
+"""Compares predictions of `simulate` for methods with the results of their runs: a part of `bench.learning`."""
 
 import json
 import math
@@ -27,11 +27,11 @@ BASE = "grpo-8"  # progress is relative to that of this method, or of the first 
 
 
 def fitted_rates(histogram: Int[np.ndarray, " K"]) -> Float[np.ndarray, " P"]:
-    """Returns pass rates of PROMPTS prompts, distributed as those of the problems, by maximum likelihood.
+    """Returns pass rates of PROMPTS prompts, with the distribution of the problems' pass rates (maximum likelihood).
 
-    `histogram[k]` is the number of problems with k correct responses of K - 1. Observed shares themselves are no pass
-    rates: of the problems with a pass rate of 0.05, 44 % have no correct response of 16. The distribution is one on
-    GRID, found by expectation maximisation.
+    `histogram[k]` is the number of problems with k correct responses of K - 1. The observed shares are not the pass
+    rates: of the problems with a pass rate of 0.05, 44 % have no correct response of 16. The distribution is on GRID,
+    and is found by expectation maximisation.
     """
     likelihood = binomial(len(histogram) - 1, GRID)
     weights = np.full(len(GRID), 1.0 / len(GRID))
@@ -44,7 +44,7 @@ def fitted_rates(histogram: Int[np.ndarray, " K"]) -> Float[np.ndarray, " P"]:
 def measured_rates(config: str, settings: Mapping[str, Any], folder: pathlib.Path) -> Float[np.ndarray, " P"]:
     """Returns the fitted pass rates of a configuration's model on its problems; `folder` keeps the measurement.
 
-    `settings` are others than the configuration's, and `data.prompts`, the problems.
+    `settings` are those that differ from the configuration, with `data.prompts`, the source of the problems.
 
     Raises:
       RuntimeError: `prepare` failed; the message has the end of its output.
@@ -65,7 +65,7 @@ def measured_rates(config: str, settings: Mapping[str, Any], folder: pathlib.Pat
 
 
 class Prediction(NamedTuple):
-    """Means over prompts, and what `analysis.enumeration.progress` returns."""
+    """Means over prompts, and the results of `analysis.enumeration.progress`."""
 
     draws: float  # responses a prompt
     zero_signal: float  # share of prompts without a gradient
@@ -74,7 +74,7 @@ class Prediction(NamedTuple):
 
 
 def predicted(section: CollectionConfig, rates: Float[np.ndarray, " P"]) -> Prediction:
-    """Returns what a method does with prompts of these pass rates."""
+    """Returns the expected results of a method for prompts with these pass rates."""
     found = expectations(section, rates)
     return Prediction(float(found.draws.mean()), float(found.zero_signal.mean()), *progress(found))
 
@@ -92,7 +92,7 @@ def table(
     outcomes: Mapping[str, float],
     outcome: str,
 ) -> str:
-    """Returns predictions beside outcomes as a Markdown table, best outcome first, and how well both agree.
+    """Returns a Markdown table of predictions and outcomes, best outcome first, and their rank correlation.
 
     Args:
       predictions: of the methods whose draws depend on pass rates alone.

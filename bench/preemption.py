@@ -1,8 +1,8 @@
 """Cost of a preemption by phase: seconds of work that are lost, and seconds from the signal to the end of the process.
 
-A run is told to end (SIGTERM) in one phase after the other, and started again each time. Each start is a process of its
-own (`preemption_worker.py`), which says where it is. The lost work is the time from the first phase of the next start
-until that start is where the signal came: the work that it repeats. The start itself is measured apart.
+A run gets SIGTERM in one phase after the other, and is started again each time. Each start is a new process
+(`preemption_worker.py`), which prints its phases. The lost work is the work that the next start repeats: the time from
+its first phase until it reaches the point where the signal came. The start itself is measured separately.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ class Started:
 
     Attributes:
       start_s: seconds from the start of the process to its first phase.
-      lost_s: seconds from there until it was where the signal came that ended the start before.
-      at: where its own signal came.
+      lost_s: seconds from its first phase until it reached the point where the start before got its signal.
+      at: point where it got its own signal.
       exit_s: seconds from the signal to the end of the process.
     """
 
@@ -74,10 +74,10 @@ def moments(lines: Iterator[str]) -> Iterator[Moment]:
 
 
 def run_until(command: Sequence[str], phase: str, ended_at: Moment | None) -> Started:
-    """Starts a run, waits until it is where it ended before, and tells it to end when it next is in the phase.
+    """Starts a run, waits until it reaches `ended_at`, and sends SIGTERM the next time that it is in `phase`.
 
     Raises:
-      RuntimeError: it ended otherwise.
+      RuntimeError: it ended without this signal, or with another exit code than RESTART.
     """
     begin, first, reached = time.monotonic(), 0.0, 0.0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""A training that says on standard output where it is: the process that `preemption.py` tells to end.
+"""A training that prints its phases on standard output: the process that `preemption.py` ends.
 
 python -m bench.preemption_worker CONFIG_JSON WORKDIR
 """

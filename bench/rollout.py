@@ -32,8 +32,8 @@ from reinforce_ada_jax.training.compile_counter import CompileCounter
 FOLDER = pathlib.Path(__file__).parent / "baselines"
 # llama.cpp computes from the blocks of a GGUF file: its log-probabilities are not ours, and nothing compares them.
 BASELINES = {"transformers": FOLDER / "transformers_continuous.py", "llama.cpp": FOLDER / "llama_cpp.py"}
-# The best of those tried on two cores (docs/performance.md). Fewer requests at a time make the dense mask smaller
-# which sdpa gets over all of them; the defaults (256 at a time, pages of 256) reach three quarters of this speed.
+# The best of those tried on two cores (docs/performance.md). sdpa gets one dense mask over all requests, which is
+# smaller with fewer requests at a time; the defaults (256 at a time, pages of 256) reach three quarters of this speed.
 BASELINE_SETTINGS: dict[str, Any] = {
     "attention": "sdpa", "page_size": 16, "max_batch_tokens": 512, "max_requests_per_batch": 32, "seed": 0,
 }  # fmt: skip
@@ -151,7 +151,8 @@ def _logprob_gaps(
 ) -> dict[str, float]:
     """Returns the distances from other log-probabilities, in units of rounding.
 
-    These are the workload's, if it was made for this model, and in float32 the baseline's on the first prompts.
+    The others are those of the workload, if it was made for this model, and in float32 those of the baseline on the
+    first prompts.
     """
     gaps = {}
     if not options.shape and workload.reference is not None:

@@ -2,7 +2,7 @@
 
 Noise times cost of an update is E[v / q] E[c q] over the prompts, for the noise v = E[sum of a_i^2] and the draws c of
 a prompt, and its probability q relative to the mean. With the best q, which is proportional to sqrt(v / c), it is
-E[sqrt(v c)]^2. Both are divided by E[v] E[c], that of equal probabilities.
+E[sqrt(v c)]^2. Both are divided by E[v] E[c], the value for equal probabilities.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ def noise_and_draws(
 ) -> tuple[Float[np.ndarray, " P"], Float[np.ndarray, " P"]]:
     """Returns E[sum of a_i^2] and the expected draws of a prompt at pass rates in (0, 1)."""
     found = enumeration.expectations(section, rates)
-    # Where no response has a coefficient the noise is 0; relative to the signal, which is 0 as well, it is nan.
+    # If no response has a coefficient, noise and signal are 0, and `score_noise`, their ratio, is nan.
     return np.nan_to_num(found.score_noise * np.square(found.signal)), found.draws
 
 

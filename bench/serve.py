@@ -1,8 +1,8 @@
 """`bench.serve`: processor time of sampling through `serve --api=tinker`, beside that of the engine alone.
 
 The server runs in this process, and the client in another one, with one request for each slot at a time. The engine
-alone has all requests from the start, and weights without adapters. It and the server take turns. Processor seconds are
-those of all threads of a process: other programs change them less than seconds.
+alone has all requests from the start, and weights without adapters. Engine and server take turns. Processor seconds are
+those of all threads of a process: other programs change them less than the elapsed time.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from reinforce_ada_jax.training.components import ASSETS
 
 CLIENT = pathlib.Path(__file__).parent / "baselines" / "tinker_client.py"
 MODEL = "model"
-WINDOW = 16  # that of `serve`
+WINDOW = 16  # as in `serve`
 RANK = 32
 
 
@@ -72,7 +72,7 @@ def server(
 def measure(
     architecture: Architecture, params: Params, workload: Workload, options: EngineOptions, repeat: int, workdir: str
 ) -> dict[str, Any]:
-    """Returns processor seconds, and the medians of their ratios to the engine's; all of it is run once before."""
+    """Returns processor seconds, and the medians of their ratios to the engine's; a first turn is not counted."""
     rollouts, weights = engines.make_rollouts(architecture, params, options, 1)
     settings = ServerSettings(
         MODEL, api="tinker", port=0, workdir=workdir, dtype=options.dtype, slots=options.slots, max_rank=RANK,

@@ -1,7 +1,7 @@
 """An engine in virtual time: the window model with prescribed lengths, and seconds from prescribed costs.
 
 `SimulatedEngine` takes the place of an `Engine` in `Rollouts`. The host's side, the collection loop and its strategy
-are the real ones; the steps, windows and dispatches are those of the real engine. The seconds are as good as the costs.
+are the real ones; steps, windows and dispatches are those of the real engine. The seconds are as exact as the costs.
 """
 
 import collections
@@ -38,12 +38,12 @@ class Cost:
     host: float = 0.0
 
 
-# Real seconds until a simulated host that launches no window is given up.
+# Real seconds after which a simulated host that launches no window counts as lost.
 HOST_S = 60.0
 
 
 class HostArray(np.ndarray):
-    """A numpy array with what the host asks of a device array."""
+    """A numpy array with the methods of a device array that the host calls."""
 
     def is_ready(self) -> bool:
         """Returns True: it was computed when it was made."""
@@ -69,7 +69,7 @@ class Hosts:
             return len(self._windows[host]) - 1
 
     def agreed(self, number: int) -> np.ndarray:
-        """Waits until all have launched a window; returns its largest vote and the most steps of the one before.
+        """Waits until all hosts have launched a window; returns its largest vote, and the most steps of the one before.
 
         Raises:
           TimeoutError: a host never launches it.
@@ -82,7 +82,7 @@ class Hosts:
 
     @property
     def seconds(self) -> np.ndarray:
-        """Seconds of each host's windows, float[hosts, windows]; each window begins when all hosts have come to it."""
+        """Seconds of each host's windows, float[hosts, windows]; a window begins when all hosts have reached it."""
         return np.array([[seconds for _, _, seconds in own] for own in self._windows])
 
 
@@ -101,13 +101,13 @@ class SimulatedEngine:
     ):
         """Simulates the engine of `options`; `lengths[prompt id, draw]` are the tokens of untruncated responses.
 
-        With `hosts` it is that of one `host` of several. Its clock then leaves out the time in which it waits for
-        others (`Hosts.seconds`).
+        With `hosts` it is the engine of number `host` of several hosts. Its clock then leaves out the time in which it
+        waits for the other hosts (`Hosts.seconds`).
         """
         self.options, self.cost, self._hosts, self._host = options, cost, hosts, host
         self.spans_processes = hosts is not None
         self._lengths = {_without_stream(token_lib.address(0, *draw)): length for draw, length in lengths.items()}
-        self._device_s = self._host_s = 0.0  # when each has finished what it was given
+        self._device_s = self._host_s = 0.0  # times at which device and host have finished their work
         self._window_ends = collections.deque([0.0, 0.0], maxlen=2)
 
     @property
@@ -138,7 +138,7 @@ class SimulatedEngine:
         return state, jax.tree.map(lambda x: np.asarray(x).view(HostArray), outputs)
 
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
-        """Returns those of the one replica, when the other hosts have launched the window too."""
+        """Returns the outputs of the only replica, after the other hosts have launched the window, too."""
         if self._hosts is None or outputs.agreed is None:
             return [outputs]
         return [outputs.replace(agreed=self._hosts.agreed(int(outputs.agreed)))]

@@ -1,7 +1,7 @@
 """`bench.split`: iterations a second with a sampler and a learner at once, in turn, and with all devices for both.
 
-The iterations are those of training, of a made-up model (`iteration.py`): lengths and verdicts are scripted, the
-prompts are the same in each iteration, and so is the work.
+The iterations are those of training, with a random model (`iteration.py`): lengths and verdicts are scripted. All
+iterations have the same prompts, so they do the same work.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ def variants(config: Config) -> dict[str, dict[str, Any]]:
 def timed_block(run: ClockedRun, iterations: int, turn: int) -> dict[str, Any]:
     """Runs iterations, 2 in turn 0, each with one collection and its updates, from idle devices to idle devices.
 
-    A collection that was drawn ahead belongs to the block that drew it: what the first iteration takes was drawn
-    before, and what the last one begins is waited for.
+    A collection that is drawn ahead counts in the block that draws it. The collection of the first iteration was drawn
+    before the block; the block waits for the one that its last iteration begins.
     """
     iterations = iterations if turn else 2
     begin = time.perf_counter()
@@ -78,9 +78,9 @@ def measure(
     """Measures blocks of iterations of each variant in turns; the first block of each compiles and is not timed.
 
     Returns:
-      By variant, medians over blocks: iterations a second, and, of an iteration, its seconds, those of its collection,
-      updates and hand-over of weights, and its tokens. "ratio" is iterations a second of "split" over those of "turns",
-      "ratio_to_together" over those of "together".
+      By variant, medians over blocks: iterations a second; seconds of an iteration, of its collection, of its updates
+      and of its hand-over of weights; and its tokens. "ratio" is iterations a second of "split" divided by those of
+      "turns", "ratio_to_together" divided by those of "together".
 
     Raises:
       ValueError: the configuration can't be run, or there are too few devices.

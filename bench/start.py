@@ -1,7 +1,8 @@
 """Seconds from the start of a command to its first sampled token, or until the server is ready, cold and warm.
 
-Of `train`, `evaluate` and `serve` on the packaged model. A cold start has an empty folder of compiled programs; a warm
-one has those of the cold start before it. `reinforce_ada_jax.benchmark` measures the starts of a user's own run.
+The commands are `train`, `evaluate` and `serve`, with the packaged model. A cold start has an empty folder of compiled
+programs; a warm start has the programs of the cold start before it. `reinforce_ada_jax.benchmark` measures the starts
+of a user's own run.
 """
 
 import os
@@ -17,7 +18,7 @@ from bench import command_line
 from bench.options import log
 from reinforce_ada_jax.benchmark import FIRST_TOKEN, LISTENING, seconds_until
 
-# Arguments of Python, FOLDER for that of the results, and the beginning of the line that is waited for.
+# Arguments of Python, with FOLDER for the folder of results, and the beginning of the line that ends the measurement.
 COMMANDS = {
     "train": (
         ["-c", LISTENING, "train", "--config=tiny", "--workdir=FOLDER", "--config.iterations=1", "--quiet"],

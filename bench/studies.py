@@ -72,7 +72,7 @@ def zero_variance(inputs: Inputs) -> None:
     for entry, exact in found.items() if inside.size else ():
         worst = int(inside[exact.zero_variance[inside].argmax()])
         share, rate = exact.zero_variance[worst], rates[worst]
-        # One of the two terms of p^n + (1 - p)^n decides where the probability is largest.
+        # Where the probability is largest, one of the two terms of p^n + (1 - p)^n decides.
         needed = np.ceil(np.log(max(share, 1e-300)) / np.log(max(rate, 1 - rate)) - 1e-9)
         print(
             f"\n{entry} loses at most {share:.1%} of its pools, at p = {rate:.4f}, with {exact.draws[worst]:.1f} "
@@ -92,10 +92,10 @@ def epsilon_effect(
 ) -> tuple[Float[np.ndarray, " P"], Float[np.ndarray, " P"]]:
     """Computes (bias factor, noise to signal) of the log objective with one `objective_epsilon`; 0 is allowed here.
 
-    The bias factor is E[g] over the exact gradient (1 / p) p (1 - p), the noise Var(g) / E[g]^2. Draws that pay a share
-    of the weight pay it relative to the other prompts' (N_x / mean N), so `estimate` is measured in units of the mean
-    of w_sample: 1 is an unbiased gradient up to one factor for all prompts. Its shares are whole draws; at 4 or 5 draws
-    the rounding alone moves the gradient by a tenth.
+    The bias factor is E[g] over the exact gradient (1 / p) p (1 - p), the noise Var(g) / E[g]^2. In `estimate` draws
+    provide the part w_sample of the weight, but relative to the other prompts (N_x / mean N). So its bias factor is in
+    units of the mean of w_sample: 1 is an unbiased gradient up to one factor for all prompts. Its draws are whole
+    numbers; at 4 or 5 draws the rounding alone moves the gradient by a tenth.
 
     Args:
       config: settings of the strategy; the objective is taken to be "log", the correction "none".
@@ -198,7 +198,7 @@ STUDIES = {
     "objectives": objective_studies.objectives, "signal": objective_studies.signal,
     "selection": selection_studies.selection,
 }  # fmt: skip
-# The strategies of a study where the user names none; of the others, the configuration's.
+# The strategies of a study if the user names none; the other studies then have the configured one.
 STRATEGIES = {
     "epsilon": ("balance", "estimate"),
     "objectives": ("estimate+log", "estimate+power"),

@@ -1,8 +1,8 @@
 """`bench.turns`: processor time of trajectories of several turns, beside responses of as many tokens in one turn.
 
-An environment of fixed answers takes no time of its own. A second measurement of the trajectories has every turn
-prefilled whole. The three take turns. Processor seconds are those of all threads of the process: other programs change
-them less than seconds.
+The environment has fixed answers, which take no time. In a second measurement of the trajectories every turn is
+prefilled whole. The three measurements alternate. Processor seconds are those of all threads of the process: other
+programs change them less than the elapsed time.
 """
 
 import collections
@@ -82,11 +82,11 @@ class FixedTurns:
         return closed
 
     def receive(self, responses: Iterable[Response]) -> None:
-        """Answers turns; the tokens of the environment are those that the turn began with."""
+        """Answers turns; the environment's tokens are the first tokens of the turn, repeated if it is shorter."""
         for response in responses:
             request, turn = self._in_flight.pop(response.prompt_id)
             if not self._continues:
-                self._closed.append(response.prompt_id)  # as that of a prompt that nothing follows
+                self._closed.append(response.prompt_id)  # as for a prompt without a following turn
             if turn + 1 == self.shape.turns:
                 first = response.prompt_id.rstrip("+")
                 self._closed += [first + "+" * turn for turn in range(self.shape.turns)]
@@ -110,15 +110,15 @@ def draw(rollouts: Rollouts, params: Params, queue: FixedTurns, stream: int) -> 
 def measure(
     architecture: Architecture, params: Params, prompts: list[Prompt], shape: Shape, options: EngineOptions, repeat: int
 ) -> dict[str, Any]:
-    """Returns processor seconds, and the medians of their ratios to one turn; all of it is run once before.
+    """Returns processor seconds, and the medians of their ratios to one turn; a first round is not counted.
 
     Args:
       architecture: of the model.
       params: its weights.
       prompts: one for each trajectory.
       shape: of the trajectories.
-      options: of the engine that draws single turns. That of trajectories has prompts of up to all their tokens, and
-        two more prompt rows for each request on the device: for its turn, and for the pages that it leaves.
+      options: of the engine that draws single turns. The engine of trajectories has prompts of up to all their tokens,
+        and two more prompt rows for each request on the device: for its turn, and for the pages that it leaves.
       repeat: timed repetitions.
 
     Raises:

@@ -1,8 +1,8 @@
 """`bench.update`: one update of the policy, ours beside PyTorch's, on the same weights and minibatch.
 
-Each is a process of its own, so that memory is its own; updates alternate, so that other programs disturb all alike.
-In float32 the log-probabilities must agree before anything is timed, and then the losses and the norm of the gradient:
-speed is compared for one and the same update only.
+Each runs in its own process, so that its memory is measured alone; updates alternate, so that other programs disturb
+all equally. In float32 first the log-probabilities must agree, before anything is timed, and then the losses and the
+norm of the gradient: speeds are compared only for the same update.
 """
 
 import contextlib
@@ -28,15 +28,16 @@ BASELINES = {"transformers": pathlib.Path(__file__).parent / "baselines" / "tran
 BASELINE_SETTINGS = {"attention": "sdpa", "optimizer": "fused", "recompute": True}
 # Noise between the old policy's log-probabilities and this one's: enough that some ratios are clipped.
 OLD_NOISE = 0.2
-# Of the losses, in mean sizes of their terms, and of the norm of the gradient, relative: at least the first, and these
-# times the change of a log-probability under neighbours of the weights (SmolLM2: 1.0e-5, and 5.6e-5 of the norm).
+# Limit for the gaps of losses, in mean sizes of their terms, and of the gradient's norm, relative: TOLERANCE or, if it
+# is larger, NORM_FACTOR times the change of a log-probability under neighbours of the weights (SmolLM2: 1.0e-5, and
+# 5.6e-5 of the norm).
 TOLERANCE, NORM_FACTOR = 1e-5, 10
 # Updates whose losses are compared: before the first one, after it, after the second.
 COMPARED = 3
-# The process that computes no responses without advantage, with --zero_rows.
+# Name of our process that leaves out responses without advantage, with --zero_rows.
 LEFT_OUT = "left_out"
 HOST_UPDATES = 30
-# By the beginning of a device's name.
+# Peaks of dense products in bfloat16, by the beginning of a device's name.
 PEAK_FLOPS = {
     "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12, "TPU v4": 275e12, "TPU v5 lite": 197e12,
     "TPU v5p": 459e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,

@@ -1,4 +1,4 @@
-"""The learner as a process of its own, for `bench.update`; see baselines/json_worker.py for the protocol.
+"""The learner in its own process, for `bench.update`; see baselines/json_worker.py for the protocol.
 
 {"command": "load", "model": DIR or null, "architecture": {...}, "dtype": "float32", "rows": 64, ...}
 {"command": "score", "examples": [...]}  -> {"logprobs", "of_neighbours"}, of each response's tokens
@@ -29,7 +29,8 @@ from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.types import Response
 
-# Of baselines too. At this learning rate, usual for fine-tuning, a few updates change a loss by less than its rounding.
+# Settings of the learner and of baselines. At this learning rate, usual for fine-tuning, a few updates change a loss by
+# less than its rounding.
 LEARNING: dict[str, Any] = dict(
     learning_rate=1e-5, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, clip_low=0.2, clip_high=0.28,
     dual_clip=10.0,

@@ -1,7 +1,7 @@
 """The decode window in numpy: decode.py's slots, queue and pages, with prescribed responses in place of a policy.
 
-Window for window it leaves the state that `decode.decode_window` leaves, page for page (tests/sampling). Simulations
-put times on it (simulation.py); tests put tokens into its pages.
+After each window its state is that of `decode.decode_window`, page for page (tests/sampling). Simulations add times to
+it (simulation.py); tests put tokens into its pages.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ Respond = Callable[[np.ndarray, int], tuple[np.ndarray, bool]]
 
 
 def _put(requests: Requests, place: int, new: Requests, index: int) -> None:
-    """Puts one of the new requests into a place. Keys and temperatures mean nothing here."""
+    """Copies entry `index` of the new requests to `place`. Keys and temperatures have no meaning here."""
     requests.prompt_row[place] = new.prompt_row[index]
     requests.output_row[place] = new.output_row[index]
     requests.park_row[place] = new.park_row[index]
@@ -45,9 +45,9 @@ class WindowModel:
     """One replica: a state that each call changes in place.
 
     Attributes:
-      state: that part of the device's state.
+      state: the `Occupancy` of the device's state.
       responses: (tokens, truncated) of each request in the queue or in a slot, by output row.
-      start, length: of `Outputs`.
+      start, length: fields of `Outputs`.
     """
 
     def __init__(self, options: EngineOptions, respond: Respond):
@@ -60,7 +60,7 @@ class WindowModel:
     # ---- what a test may look at ---------------------------------------------------------------------------------
 
     def on_prefill(self, prompt_row: int, begin: int, num_tokens: int) -> None:
-        """Called when the prompt in a row gets the given number of tokens into its pages, none of them before."""
+        """Called when `num_tokens` tokens of the prompt in a row, from `begin` on, are first put into its pages."""
 
     def on_start(self, slot: int, prompt_row: int) -> None:
         """Called when a slot has taken a request of the prompt in a row."""
@@ -96,13 +96,13 @@ class WindowModel:
             return min(width for width in widths if width == o.slots or (few and slots.active.sum() <= width))
 
         def advance(changed: bool, prefilling: bool) -> None:
-            """Decodes until a response ends, needs a page or the window ends, if nothing can change in between."""
+            """Decodes one step or, if nothing can change in between, until a response ends or needs a page."""
             nonlocal decode_steps, busy, cached
             active = np.flatnonzero(slots.active)
             left = self._tokens_left(active)
             to_page_end = o.page_size - slots.position[active] % o.page_size
             steps = min(o.window - decode_steps, int(left.min()), int(to_page_end.min()))
-            # Another chunk or other rows follow, or requests may be admissible, with other pages held.
+            # One step: another chunk or other rows follow, or requests may be admissible, because other pages are held.
             if prefilling or o.drafts or (changed and len(active) < o.slots and queue.head < queue.end):
                 steps = 1
             rows = num_tokens = np.full(len(active), steps)
@@ -204,7 +204,7 @@ class WindowModel:
         for index in range(int(inputs.count)):
             _put(queue.requests, (int(queue.end) + index) % size, new, index)
             row, max_tokens = int(new.output_row[index]), int(new.sampling.max_tokens[index])
-            # Tokens of the response that its prompt has are not drawn again.
+            # Tokens of the response that are in its prompt are not drawn again.
             begun = 0 if new.begun is None else int(new.begun[index])
             tokens, truncated = self._respond(new.key[index], begun + max_tokens)
             self.responses[row] = tokens[begun:], truncated
@@ -243,7 +243,7 @@ class WindowModel:
             self.on_start(slot, int(row[slot]))
 
     def _take_pages(self, floor: int) -> int:
-        """Gives each slot the page of its next token, and evicts slots where there are none; returns their tokens."""
+        """Gives each slot the page of its next token; evicts slots if too few are free, and returns their tokens."""
         slots, redone = self.state.slots, 0
         needs = slots.active & (slots.position // self.options.page_size >= slots.used)
         free = int(self.state.pool.available) - floor

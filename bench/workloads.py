@@ -1,6 +1,6 @@
 """Workloads of the rollout benchmarks: prompts, the prescribed length of every response, and scripted verdicts.
 
-Lengths are prescribed because speed depends on them, and a random model has no idea when to stop: a response ends at
+Lengths are prescribed because speed depends on them, and a random model does not know when to stop. A response ends at
 its token limit, so every engine does exactly the same work.
 """
 
@@ -17,9 +17,9 @@ from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
-# Draws response lengths of a shape.
+# Draws response lengths: (random generator, shape of the result) -> lengths.
 Lengths = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-# Of the adaptive workload: median, sigma, shortest, longest.
+# Lengths of the adaptive workload: median, sigma, shortest, longest.
 ADAPTIVE_LENGTHS = "500,0.8,16,2048"
 # a and b of the Beta distribution of the prompts' pass rates.
 PASS_RATES = (0.6, 1.2)

@@ -85,7 +85,8 @@ class Baseline:
     def score(self, rows: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns the log-probability of each token after the first, a row at a time, from logits in float32.
 
-        Sums are in float64: over 150,000 words, torch's sums in float32 have larger errors than the model's products.
+        Sums are in float64: with a vocabulary of 150,000, torch's sums in float32 have larger errors than the model's
+        products.
         """
         result = []
         with self.manager.pause():

@@ -86,7 +86,7 @@ class Baseline:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _logprobs(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Returns those of the response tokens, [B, R]; only their positions go through the output head."""
+        """Returns log-probabilities of the response tokens, [B, R]; only their positions go through the output head."""
         cast = contextlib.nullcontext()
         if self.autocast is not None:
             cast = torch.autocast(self.device, dtype=self.autocast)
@@ -95,7 +95,8 @@ class Baseline:
             hidden = self.model.model(input_ids=micro["tokens"], use_cache=False).last_hidden_state
             at = micro["at"][..., None].expand(-1, -1, hidden.shape[-1])
             logits = self.model.lm_head(hidden.gather(1, at))
-        # Scores are compared: over 150,000 words, torch's sums in float32 have larger errors than the model's products.
+        # Scores are compared, so they are in float64: with a vocabulary of 150,000, torch's sums in float32 have larger
+        # errors than the model's products.
         logits = logits.flatten(0, 1).to(torch.float32 if torch.is_grad_enabled() else torch.float64)
         return -functional.cross_entropy(logits, micro["targets"].flatten(), reduction="none").view_as(micro["at"])
 
@@ -126,7 +127,7 @@ class Baseline:
             advantage = micro["advantage"]
             clipped = ratio.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
             terms = torch.maximum(-ratio * advantage, -clipped * advantage)
-            # Dual clip: where the advantage is negative, no term above its multiple.
+            # Dual clip: if the advantage A is negative, a term is at most dual_clip * |A|.
             bounded = torch.minimum(terms, -settings["dual_clip"] * advantage)
             terms = torch.where(advantage < 0, bounded, terms)
             loss = (terms * micro["mask"]).sum() / num_tokens

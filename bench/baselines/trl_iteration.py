@@ -5,7 +5,8 @@ json_worker.py beside it and nothing else of ours. After "load", as described th
 
     {"command": "run"} -> {"seconds", "cpu_seconds", "tokens"}, one iteration: drawing, rewards, and one update
 
-Every response has exactly `response_tokens` tokens, and rewards are given by prompt and draw: the work is that of ours.
+Every response has exactly `response_tokens` tokens, and rewards are given by prompt and draw: so the work is the same
+as in our iteration.
 """
 
 import itertools
