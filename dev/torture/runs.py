@@ -34,12 +34,13 @@ SMALL = {
 
 
 class Kind(NamedTuple):
-    """A kind of run: its processes, the devices of each, further settings, and whether an interruption loses draws."""
+    """A kind of run."""
 
     processes: int
-    devices: int = 1
-    changes: tuple[tuple[str, object], ...] = ()
-    loses_draws: bool = False
+    devices: int = 1  # of each process
+    changes: tuple[tuple[str, object], ...] = ()  # of the settings
+    loses_draws: bool = False  # an interruption does
+    chained: bool = False  # each update is a chain of programs
 
     def settings(self) -> dict[str, object]:
         """Returns the settings of its runs."""
@@ -47,14 +48,36 @@ class Kind(NamedTuple):
 
 
 ONE = Kind(1)
-# Each update has 4 of 12 prompts, in parts of one response.
-SEVERAL_UPDATES = Kind(1, changes=(("learning.prompts_per_update", 4), ("learning.micro_batches", 16)))
+# Each update has 4 of 12 prompts, in parts of one response, and each part is a program.
+CHAINED = Kind(1, changes=(("learning.prompts_per_update", 4), ("learning.micro_batches", 16)), chained=True)
 KINDS = (
-    ONE, Kind(2), Kind(3), Kind(4), SEVERAL_UPDATES,
+    ONE, Kind(2), Kind(3), Kind(4), CHAINED,
     Kind(2, changes=(("mesh.data", 1), ("mesh.fsdp", 2), ("collection.strategy", "ngu"))),
     Kind(1, devices=2, changes=(("mesh.sampler", 1), ("collection.max_staleness", 0))),
     Kind(2, changes=(("mesh.data", 1), ("mesh.sampler", 1))),  # the second process only draws
 )  # fmt: skip
+
+# Where nothing can be mounted, a limit on the size of files: a write beyond it fails as on a full disk.
+LIMIT = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (KILOBYTES * 1024, resource.RLIM_INFINITY))
+"""
+# A program takes two seconds, and all updates of the built-in model take less. An update that is no chain is an error.
+CHAIN = """
+import pytest
+from reinforce_ada_jax.learning import platform, update
+from tests import standins
+def check(programs, state, batch, *_):
+    assert programs.is_chain(batch), "the update is one program"
+patch = pytest.MonkeyPatch()
+standins.constants(patch, platform, PROGRAM_S=0.0)
+standins.before(patch, update.UpdatePrograms, "__call__", check)
+"""
+TRAIN = """
+import runpy
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
 
 
 class Runs:
@@ -75,15 +98,17 @@ class Runs:
         folder.mkdir()
         return Kind(1, changes=tuple(try_again.settings(try_again.write(folder)).items()), loses_draws=True)
 
-    def start(self, workdir: pathlib.Path, kind: Kind, *more: str, how: tuple[str, ...] = ()) -> list[Forked]:
-        """Starts the processes of a run."""
+    def start(self, workdir: pathlib.Path, kind: Kind, *more: str, before: str = "") -> list[Forked]:
+        """Starts the processes of a run; `before`: code that each of them runs first."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         count = kind.processes
         settings = {"evaluation.benchmarks": (self._benchmark,)} | kind.settings()
         flags = ["--config=configs/tiny.py", *(f"--config.{key}={value}" for key, value in settings.items())]
-        arguments = [*(how or ("-m", "reinforce_ada_jax.train")), *flags, f"--workdir={workdir}", *more]
+        before += CHAIN if kind.chained else ""
+        how = ("-c", before + TRAIN) if before else ("-m", "reinforce_ada_jax.train")
+        arguments = [*how, *flags, f"--workdir={workdir}", *more]
         started = []
         for index in range(count):
             env = environment(f"--xla_force_host_platform_device_count={kind.devices} {compiling.COMMANDS}")
@@ -257,19 +282,10 @@ def _small_disk(folder: pathlib.Path, kilobytes: int) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-# Where nothing can be mounted, a limit on the size of files: a write beyond it fails as on a full disk.
-LIMITED = """
-import resource, runpy, signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (KILOBYTES * 1024, resource.RLIM_INFINITY))
-runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
-"""
-
-
 def disk(bench: Bench) -> None:
     """Disks that are full at a random moment: one line and exit code 1, and with more space the bits of the run."""
     runs, number = Runs(bench), 0
-    kinds = ONE, SEVERAL_UPDATES, runs.in_turns()
+    kinds = ONE, CHAINED, runs.in_turns()
     while bench.goes_on():
         kind = kinds[number % len(kinds)]
         unbroken, _ = runs.unbroken(kind)
@@ -281,8 +297,8 @@ def disk(bench: Bench) -> None:
             workdir = place / "run"
             if not mounted:
                 kilobytes = bench.rng.randrange(1, 100)
-            how = () if mounted else ("-c", LIMITED.replace("KILOBYTES", str(kilobytes)))
-            codes, said = ended(runs.start(workdir, kind, how=how))
+            limit = "" if mounted else LIMIT.replace("KILOBYTES", str(kilobytes))
+            codes, said = ended(runs.start(workdir, kind, before=limit))
             assert codes in ([0], [cli.STOPPED]) and one_line(said[0]), (kilobytes, mounted, codes, said)
             if mounted:
                 subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
