@@ -1,6 +1,7 @@
 """Limits of what a client may hold of the HTTP servers: connections, time, and lines of their log."""
 
 import asyncio
+import collections
 import logging
 import resource
 import socket
@@ -11,6 +12,7 @@ from typing import Any, cast
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 MOST_CONNECTIONS = 1024
 # Connections that the event loop accepts in one go. Their files are open before the limit closes them.
@@ -61,6 +63,29 @@ class RepeatedMessages(logging.Filter):
         return True
 
 
+class _Connections(ServerState):
+    """The connections of a server, and those that it waits for, in the order in which it began to.
+
+    A flood needs the oldest one for each new connection. A search among 512 took longer than all other work on it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.headers: collections.OrderedDict[LimitedProtocol, None] = collections.OrderedDict()
+        self.bodies: collections.OrderedDict[LimitedProtocol, None] = collections.OrderedDict()
+
+    def put(self, connection: "LimitedProtocol", awaited: Any) -> None:
+        """Notes that the server begins to wait for headers or a body of a connection, or waits no longer (None)."""
+        self.headers.pop(connection, None)
+        self.bodies.pop(connection, None)
+        if awaited is not None:
+            (self.bodies if awaited is h11.SEND_BODY else self.headers)[connection] = None
+
+    def oldest(self) -> "LimitedProtocol | None":
+        """Returns the oldest connection without a request, last of those that send a body; None if there is none."""
+        return next(iter(self.headers or self.bodies), None)
+
+
 class LimitedProtocol(H11Protocol):
     """A connection whose requests must arrive in time, among a limited number of connections.
 
@@ -70,33 +95,37 @@ class LimitedProtocol(H11Protocol):
     """
 
     config: "LimitedConfig"
-    connections: Any  # those of the server, all of this class
+    server_state: _Connections
     # What the server waits for: headers, a body, another request; None while the client waits for its answer.
     _awaited: Any = None
     _since = _unread_since = 0.0  # seconds of the event loop's clock
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        if len(self.connections) > self.config.most_connections and not self._close_oldest():
-            transport.write(FULL)
-            transport.close()
-            self.connections.discard(self)
-            return
+        if len(self.connections) > self.config.most_connections:
+            oldest = self.server_state.oldest()
+            if oldest is None:
+                transport.write(FULL)
+                transport.close()
+                self.connections.discard(self)
+                return
+            oldest.transport.abort()
+            oldest._leave()
         self._await(h11.IDLE)
 
-    def _close_oldest(self) -> bool:
-        """Closes the oldest connection without a request, last of those that send a body; False if there is none."""
-        waiting = [each for each in self.connections if each._awaited is not None]
-        if not waiting:
-            return False
-        oldest = min(waiting, key=lambda each: (each._awaited is h11.SEND_BODY, each._since))
-        self.connections.discard(oldest)
-        oldest.transport.abort()
-        return True
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def _leave(self) -> None:
+        """Counts the connection no longer."""
+        self.connections.discard(self)
+        self.server_state.put(self, None)
 
     def _await(self, state: Any) -> None:
         if state is not self._awaited:
             self._awaited, self._since = state, self.loop.time()
+            self.server_state.put(self, state)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -147,6 +176,7 @@ class LimitedServer(uvicorn.Server):
 
     def __init__(self, config: LimitedConfig):
         super().__init__(config)
+        self.server_state = _Connections()
         self.on_listening: Callable[[], None] = lambda: None  # clients can connect
         self.on_stop: Callable[[], None] = lambda: None  # in the event loop; requests in progress still have time
 

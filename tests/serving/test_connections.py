@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import socket
@@ -130,6 +131,43 @@ def test_requests_in_progress_are_not_closed_for_new_ones():
         assert [answer(each)[-4:] for each in held] == [b"held"] * 4
         wait_until(lambda: not open_connections(server))
         assert answer(connect(HEALTH)).startswith(b"HTTP/1.1 200 ")
+
+
+class Transport(asyncio.Transport):
+    """A transport without a socket, which can only be closed."""
+
+    def abort(self):
+        pass
+
+
+def flooded(most):
+    """Returns the processor time of 1,000 connections above `most`, which are as many as there may be."""
+    server = LimitedServer(LimitedConfig(Application().asgi(), AMPLE_S, most))
+    loop = asyncio.new_event_loop()
+
+    def connect():
+        made = connections.LimitedProtocol(server.config, server.server_state, {}, loop)
+        made.connection_made(Transport())
+        return made
+
+    for _ in range(most):
+        connect().connection_lost(ConnectionResetError())  # the oldest have left by themselves
+    for _ in range(most):
+        connect()
+    gc.disable()
+    begun = time.thread_time()
+    for _ in range(1000):
+        connect()
+    used = time.thread_time() - begun
+    gc.enable()
+    loop.close()
+    assert open_connections(server) == most
+    return used
+
+
+def test_a_connection_beyond_many_costs_as_much_as_one_beyond_a_few():
+    """A search among all that are open took 200 times as long: a flood gave the event loop 1 s of work."""
+    assert min(flooded(4000) for _ in range(2)) < 4 * min(flooded(4) for _ in range(2))
 
 
 def test_headers_that_come_byte_by_byte_have_a_time():
