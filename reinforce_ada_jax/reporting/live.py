@@ -29,6 +29,9 @@ LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 DATA = re.compile(r"/data\?runs=([-\d:,]*)&version=(-?\d{1,9})", re.ASCII)
 KNOWN = re.compile(r"(-?\d{1,9}):(\d{1,9}):(\d{1,9})", re.ASCII)
 MOST_CONNECTIONS, BACKLOG = 32, 128
+# Connections that the event loop accepts in one go, far below the limit: a request is read before it is closed as the
+# oldest connection without one.
+ACCEPTED_AT_ONCE = 4
 TIMEOUT_S = 10
 COMPRESSED = 20_000  # bytes; larger answers are compressed
 HEADERS = {
@@ -118,7 +121,8 @@ def serve(workdirs: Sequence[pathlib.Path], listener: socket.socket) -> None:
 
     async def forever() -> None:
         made = _Server(FollowedRuns(workdirs), listener.getsockname()[0])
-        await asyncio.start_server(made.connected, sock=listener, backlog=BACKLOG)
+        await asyncio.start_server(made.connected, sock=listener, backlog=ACCEPTED_AT_ONCE)
+        listener.listen(BACKLOG)  # others wait for their turn
         await asyncio.Event().wait()  # `serve_forever` would wait for open connections at the end
 
     asyncio.run(forever())

@@ -1,5 +1,6 @@
 """The server of the live page: what it answers, what it refuses, and that it waits for nobody."""
 
+import contextlib
 import gzip
 import http.client
 import json
@@ -89,6 +90,24 @@ def test_slow_and_silent_connections_do_not_stop_it(served, begin):
     assert slow[0].recv(1) == b""
     for connection in slow:
         connection.close()
+
+
+def test_a_request_is_answered_where_many_others_come_right_after_it(tmp_path):
+    """All are there when it begins to accept, and none of the others sends a request."""
+    listener = live.listen(live.LOOPBACK, 0)
+    address = listener.getsockname()
+    with contextlib.ExitStack() as stack:
+
+        def connect(content):
+            connection = stack.enter_context(socket.create_connection(address, timeout=60))
+            connection.sendall(content)
+            return connection
+
+        browser = connect(f"GET {ALL} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        for _ in range(3 * live.MOST_CONNECTIONS):
+            connect(b"GET / HTTP/1.1\r\nX-a: ")
+        threading.Thread(target=live.serve, args=([tmp_path / "run"], listener), daemon=True).start()
+        assert browser.recv(2**16).startswith(b"HTTP/1.1 200 ")
 
 
 def test_headers_that_come_byte_by_byte_have_a_time(served, monkeypatch):
