@@ -53,6 +53,22 @@ def commit(mistake: dict, folder: pathlib.Path) -> subprocess.CompletedProcess:
     return forked.run(command, environment(), at_once=True)
 
 
+def check(mistake: dict, folder: pathlib.Path) -> None:
+    """Makes a mistake in an empty folder: a short message, and the folder as it was."""
+    make_files(folder, mistake.get("files", {}))
+    before, began = contents(folder), time.monotonic()
+    done = commit(mistake, folder)
+    seconds = time.monotonic() - began
+    assert seconds < LIMIT_S, f"{seconds:.0f} s"
+    assert done.returncode == mistake.get("exit", cli.BAD_INPUT), done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert mistake["says"] in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) <= MAX_LINES, done.stderr
+    left = contents(folder)
+    assert sorted(left.keys() - before.keys()) == mistake.get("leaves", [])
+    assert {name: left.get(name) for name in before} == before
+
+
 # Of the slow ones test_reward_check.py and tests/environments have the messages.
 @pytest.mark.parametrize(
     "mistake",
@@ -62,14 +78,4 @@ def commit(mistake: dict, folder: pathlib.Path) -> subprocess.CompletedProcess:
     ],
 )
 def test_a_mistake_ends_with_a_short_message(tmp_path, mistake):
-    make_files(tmp_path, mistake.get("files", {}))
-    before, began = contents(tmp_path), time.monotonic()
-    done = commit(mistake, tmp_path)
-    assert time.monotonic() - began < LIMIT_S
-    assert done.returncode == mistake.get("exit", cli.BAD_INPUT), done.stderr
-    assert "Traceback" not in done.stderr
-    assert mistake["says"] in done.stderr
-    assert len(done.stderr.splitlines()) <= MAX_LINES
-    left = contents(tmp_path)
-    assert sorted(left.keys() - before.keys()) == mistake.get("leaves", [])
-    assert {name: left.get(name) for name in before} == before
+    check(mistake, tmp_path)

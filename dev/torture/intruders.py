@@ -17,13 +17,17 @@ import grpc
 from dev.torture import server
 from dev.torture.bench import Bench
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.rewards import code
+from reinforce_ada_jax.rewards.loading import Made
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.types import Verdict
+from tests import test_mistakes
 from tests.forked import Forked
 from tests.hostile import model_folders
 from tests.hostile import parsers as parsers_lib
 from tests.rewards import graders as graders_lib
+from tests.rewards import test_forged_verdicts as forged_lib
 from tests.running import environment
 
 BATCH = 10
@@ -66,7 +70,7 @@ def parsers(bench: Bench) -> None:
 
 
 def commands(bench: Bench) -> None:
-    """Hostile model folders given to the commands themselves: one line, and the exit code for refused input."""
+    """Hostile model folders given to the commands themselves, and mistakes of their users: a short message."""
     whole, seed = model_folders.write_whole(bench.scratch / "whole"), 10**6 * (bench.seed + 1)
     names = ("train", "prepare", "evaluate")
     (bench.scratch / "problems.jsonl").write_text('{"problem": "1 + 1 = ?", "answer": "2"}\n')
@@ -91,6 +95,11 @@ def commands(bench: Bench) -> None:
             errors = [line for line in err.splitlines() if line.startswith("error: ")]
             assert process.returncode == cli.BAD_INPUT, (process.returncode, err[-1500:])
             assert len(errors) == 1 and "Traceback" not in err and "panicked" not in err, err[-1500:]
+        for number, mistake in enumerate(bench.rng.sample(test_mistakes.MISTAKES, 3)):
+            place = bench.scratch / str(seed) / f"mistake-{number}"
+            place.mkdir()
+            with bench.case(f"the mistake: {mistake['title']}"):
+                test_mistakes.check(mistake, place)
         seed += 1
 
 
@@ -107,8 +116,10 @@ DEEDS = {
 
 def graders(bench: Bench) -> None:
     """Gradings that crash, hang, start processes and forge verdicts, between honest ones, whose verdicts stay."""
-    output = bench.scratch / "graders.txt"
-    with VerifierPool(graders_lib.obedient, workers=2, time_limit_s=1.0, output=output) as pool:
+    output, programs = bench.scratch / "graders.txt", forged_lib.FORGED | forged_lib.HONEST
+    settings = {"time_limit_s": 20.0, "max_tests": 0, "limits": forged_lib.LIMITS}
+    of_code = VerifierPool(Made(f"{code.__name__}:grader", settings), workers=2, time_limit_s=20.0, output=output)
+    with of_code, VerifierPool(graders_lib.obedient, workers=2, time_limit_s=1.0, output=output) as pool:
         while bench.goes_on():
             pairs = [bench.rng.choice((*DEEDS, ("a", "a"), ("b", "a"))) for _ in range(8)]
             with bench.case(f"gradings {pairs}"):
@@ -116,6 +127,11 @@ def graders(bench: Bench) -> None:
                 reasons = [DEEDS.get(pair, "") for pair in pairs]
                 verdicts = pool.grade_all(pairs)
                 assert verdicts == list(map(Verdict, right, map(float, right), reasons)), verdicts
+            names = bench.rng.sample(sorted(programs), 8)
+            given = [(f"```python\n{programs[name][1]}\n```", "", {"test_list": [programs[name][0]]}) for name in names]
+            with bench.case(f"programs {names}"):
+                rewards = [verdict.reward for verdict in of_code.grade_all(given)]
+                assert rewards == [float(name in forged_lib.HONEST) for name in names], rewards
 
 
 SERVED = (

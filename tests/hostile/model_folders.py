@@ -189,6 +189,16 @@ def wrong_length(folder: pathlib.Path, rng: random.Random) -> str:
     return f"a header of {length} bytes"
 
 
+def wrong_numbers(folder: pathlib.Path, rng: random.Random) -> str:
+    value, count = rng.choice((np.nan, -np.nan, np.inf, -np.inf)), rng.choice((1, 1, 100))
+    with (folder / "model.safetensors").open("r+b") as stream:
+        first = 8 + struct.unpack("<Q", stream.read(8))[0]
+        for _ in range(count):
+            stream.seek(first + 4 * rng.randrange((stream.seek(0, 2) - first) // 4))
+            stream.write(np.float32(value).tobytes())
+    return f"{count} weights are {value}"
+
+
 def wrong_index(folder: pathlib.Path, rng: random.Random) -> str:
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     shard = rng.choice(("../part.safetensors", "/etc/passwd", "a/b.safetensors", "none.safetensors", "a\0b.safetensors",
@@ -316,7 +326,7 @@ def tokenizer_model(folder: pathlib.Path, rng: random.Random) -> str:
 HARMS: tuple[Harm, ...] = (
     no_file, no_json, wrong_size, other_size, wrong_value, wrong_entry, more_tensors, fewer_tensors, cut_weights,
     wrong_length, wrong_index, pickles_only, hostile_template, hostile_tokenizer, cut_tokenizer, wrong_names,
-    byte_pairs, tokenizer_model, hostile_template, hostile_tokenizer,
+    byte_pairs, tokenizer_model, hostile_template, hostile_tokenizer, wrong_numbers,
 )  # fmt: skip
 
 
