@@ -44,7 +44,7 @@ def test_nothing_is_lost():
     rows = re.findall(r"^(\w+) +(\d+) +(\d+) +(\d+) +\d+$", done.stdout, re.MULTILINE)
     assert done.returncode == 0, done.stdout
     names = {"kills", "checkpoints", "disk", "folders", "files", "parsers", "commands", "graders", "clients"}
-    names |= {"openai", "tinker"}
+    names |= {"openai", "tinker", "page"}
     assert {name for name, *_ in rows} == names
     for _, tried, survived, lost in rows:
         assert int(tried) >= 2 and tried == survived and lost == "0"

@@ -32,7 +32,7 @@ PARTS = {
     "kills": (runs.kills, 12), "checkpoints": (runs.checkpoints, 4), "disk": (runs.disk, 3),
     "folders": (intruders.folders, 4), "files": (intruders.files, 1), "parsers": (intruders.parsers, 2),
     "commands": (intruders.commands, 2), "graders": (intruders.graders, 1), "clients": (intruders.clients, 2),
-    "openai": (floods.openai, 1), "tinker": (floods.tinker, 1),
+    "openai": (floods.openai, 2), "tinker": (floods.tinker, 2), "page": (floods.page, 1),
 }  # fmt: skip
 
 

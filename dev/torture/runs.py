@@ -74,10 +74,7 @@ patch = pytest.MonkeyPatch()
 standins.constants(patch, platform, PROGRAM_S=0.0)
 standins.before(patch, update.UpdatePrograms, "__call__", check)
 """
-TRAIN = """
-import runpy
-runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
-"""
+TRAIN = 'import runpy; runpy.run_module("reinforce_ada_jax.train", run_name="__main__")'
 
 
 class Runs:
@@ -270,7 +267,7 @@ def checkpoints(bench: Bench) -> None:
 
 
 @contextlib.contextmanager
-def _small_disk(folder: pathlib.Path, kilobytes: int) -> Iterator[bool]:
+def small_disk(folder: pathlib.Path, kilobytes: int) -> Iterator[bool]:
     """Mounts a small file system, or returns False where that is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
@@ -293,7 +290,7 @@ def disk(bench: Bench) -> None:
         number += 1
         kilobytes = bench.rng.randrange(8, whole)
         place = bench.scratch / f"disk-{number}"
-        with bench.case(f"a disk of {kilobytes} KB, {kind}"), _small_disk(place, kilobytes) as mounted:
+        with bench.case(f"a disk of {kilobytes} KB, {kind}"), small_disk(place, kilobytes) as mounted:
             workdir = place / "run"
             if not mounted:
                 kilobytes = bench.rng.randrange(1, 100)
