@@ -164,21 +164,28 @@ MODELS = {
     ),
 }
 
+MIN_TOKENS = 10  # different ones in each greedy text of 64
+
 
 @pytest.fixture(scope="module", params=MODELS)
 def models(request, tmp_path_factory):
-    """(theirs, ours: (architecture, params), recording); the first seed whose greedy tokens no rounding decides."""
+    """(theirs, ours: (architecture, params), recording), of the first seed whose greedy tokens show something.
+
+    No rounding decides them, and no row repeats few tokens only.
+    """
     for seed in range(100, 120):
         theirs = make_golden.random_model(MODELS[request.param], seed)
         try:
-            recorded = make_golden.record(theirs, seed, length=40, count=64 if "gpt-oss" in request.param else 32)
+            recorded = make_golden.record(theirs, seed, length=40, count=64)
         except ValueError:
+            continue
+        if min(len(np.unique(row)) for row in recorded["greedy"]) < MIN_TOKENS:
             continue
         folder = tmp_path_factory.mktemp("theirs")
         theirs.save_pretrained(folder)
         architecture, params = huggingface.load(folder)
         return theirs, (architecture.for_texts(40), params), recorded
-    raise ValueError("no seed of 20 gives greedy tokens that are more than 1e-3 likelier than the next")
+    raise ValueError(f"no seed of 20 gives rows of {MIN_TOKENS} greedy tokens, 1e-3 likelier than the next")
 
 
 @pytest.mark.parametrize("check", recording.CHECKS)
