@@ -7,6 +7,7 @@ import pytest
 
 from reinforce_ada_jax.policy import invariant
 from reinforce_ada_jax.policy.invariant import KEYS, ROWS
+from reinforce_ada_jax.policy.transformer import LayerPlace
 
 
 @jax.jit
@@ -51,6 +52,23 @@ def test_attention_is_a_softmax_over_each_rows_own_length():
     assert not alone[:3].any()
     spoiled = np.where(np.arange(3 * KEYS)[None, None, :, None] < 31, values, np.nan)
     np.testing.assert_array_equal(attend(query, keys, spoiled, np.minimum(lengths, 31))[3], mixed[3])
+
+
+def test_a_sink_takes_its_share_and_has_no_value():
+    # All scores are 0 and all values 1, so a head has n / (n + exp(sink)) with n tokens; without its sink it has 1.
+    sinks = jnp.log(jnp.array([1.0, 2.0, 60.0, 1e-9]))
+    keys, values = jnp.zeros((2, ROWS, 2 * KEYS, 1)), jnp.ones((2, ROWS, 2 * KEYS, 1))
+
+    @jax.jit
+    def attended(lengths):
+        def read(tile):
+            return tuple(jax.lax.dynamic_slice_in_dim(x, tile * KEYS, KEYS, axis=2) for x in (keys, values))
+
+        return invariant.attention(jnp.ones((ROWS, 4, 1)), lengths, 2, read, LayerPlace(0, sinks=sinks))
+
+    mixed = attended(jnp.array([3, 40] + [0] * (ROWS - 2)))[..., 0]
+    np.testing.assert_allclose(mixed[:2], [[3 / 4, 3 / 5, 3 / 63, 1], [40 / 41, 40 / 42, 40 / 100, 1]], rtol=1e-5)
+    assert not mixed[2:].any()  # a row without tokens
 
 
 def test_a_row_has_the_same_bits_at_any_place_of_any_array():
