@@ -281,7 +281,9 @@ def test_router_and_sinks_are_the_same_in_learner_and_sampler(family):
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("family", [pytest.param("olmoe", marks=pytest.mark.slow), "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(family, marks=pytest.mark.slow) for family in ("olmoe", "qwen3_moe")), "gpt_oss"]
+)
 def test_adapters_go_on_attention_alone(family):
     architecture, params, recorded = recording.golden(family)
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -295,7 +297,7 @@ def test_adapters_go_on_attention_alone(family):
         lora.adapter_shapes(architecture, lora.Lora(4, 8.0, (*attention, "up_proj", "down_proj")))
 
 
-@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "gpt_oss"])
 def test_matrices_in_int8_are_refused_before_any_weight_is_read(family):
     options = dataclasses.replace(tiny.OPTIONS, weight_dtype="int8")
     with pytest.raises(ValueError, match=f"weight_dtype is 'int8', and the experts of {family} .*set it to 'model'"):

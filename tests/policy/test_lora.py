@@ -60,7 +60,8 @@ def test_the_product_is_that_of_the_merged_weight(inputs, outputs):
 
 
 SLOW_FAMILIES = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama", "smollm3", "olmo2", "gemma3", "phi3")
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("qwen3", "llama", "mistral", "mistral_window", "smollm3", "olmo2", "olmo3", "gemma3", "phi3")
 ]
 
 
