@@ -2,6 +2,7 @@
 
 Kept from the published files: vocabulary, heads and groups, head size where the file names one, rotary base and
 scaling, norm epsilon, tied embedding, biases, stop tokens, and the keys of their time (`rope_theta`, `rope_scaling`).
+Where a file names no head size, that is the width over the number of heads, so fewer heads keep its size of 128.
 """
 
 import contextlib
@@ -37,6 +38,10 @@ QWEN = dict(
 QWEN25 = QWEN | dict(
     architectures=["Qwen2ForCausalLM"], model_type="qwen2", eos_token_id=151643, num_attention_heads=12,
     num_key_value_heads=2, hidden_size=192, intermediate_size=256, num_hidden_layers=2, use_mrope=False,
+)  # fmt: skip
+MISTRAL = dict(
+    bos_token_id=1, eos_token_id=2, hidden_act="silu", initializer_range=0.02, rms_norm_eps=1e-5, sliding_window=40,
+    tie_word_embeddings=False, use_cache=True,
 )  # fmt: skip
 CONFIGS = {
     "qwen2.5-1.5b": QWEN25
@@ -79,7 +84,6 @@ CONFIGS = {
         router_aux_loss_coef=0.01, tie_word_embeddings=False, use_cache=True, vocab_size=50304, hidden_size=96,
         intermediate_size=32, num_hidden_layers=2,
     ),
-    # Two heads of 128 numbers in place of 32, as the size of a head is the width over their number.
     "olmo-3-7b": dict(
         architectures=["Olmo3ForCausalLM"], model_type="olmo3", attention_bias=False, attention_dropout=0.0,
         eos_token_id=100257, hidden_act="silu", initializer_range=0.02, max_position_embeddings=65536,
@@ -101,6 +105,48 @@ CONFIGS = {
         rope_scaling=dict(type="longrope", short_factor=[1.0] * 48, long_factor=[1.0 + 1.2 * i for i in range(48)]),
         sliding_window=262144, tie_word_embeddings=True, use_cache=True, vocab_size=200064, hidden_size=256,
         intermediate_size=256, num_hidden_layers=2,
+    ),
+    # Windows are cut from 4,096, 32,768 and 512 tokens to 40, no multiple of a page of 16: texts here are longer.
+    "mistral-7b-v0.1": MISTRAL
+    | dict(
+        architectures=["MistralForCausalLM"], model_type="mistral", max_position_embeddings=32768,
+        num_attention_heads=2, num_key_value_heads=1, rope_theta=10000.0, vocab_size=32000, hidden_size=256,
+        intermediate_size=256, num_hidden_layers=2,
+    ),
+    # One layer that sees all tokens, then two of the three that slide.
+    "ministral-8b": MISTRAL
+    | dict(
+        architectures=["MinistralForCausalLM"], model_type="ministral", attention_dropout=0.0, head_dim=128,
+        layer_types=["full_attention"] + ["sliding_attention"] * 2, max_position_embeddings=32768,
+        num_attention_heads=32, num_key_value_heads=8, rope_theta=100000000.0, vocab_size=131072, hidden_size=96,
+        intermediate_size=192, num_hidden_layers=3,
+    ),
+    # The first layer has no rotary positions, where it is the fourth of four; the file names no head size.
+    "smollm3-3b": dict(
+        architectures=["SmolLM3ForCausalLM"], model_type="smollm3", attention_bias=False, attention_dropout=0.0,
+        bos_token_id=128000, eos_token_id=128012, hidden_act="silu", initializer_range=0.02,
+        max_position_embeddings=65536, max_window_layers=28, mlp_bias=False, no_rope_layer_interval=4,
+        no_rope_layers=[0, 1], num_attention_heads=16, num_key_value_heads=4, head_dim=128, pad_token_id=128004,
+        pretraining_tp=2, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=5000000.0, sliding_window=None,
+        tie_word_embeddings=True, use_cache=False, use_sliding_window=False, vocab_size=128256, hidden_size=64,
+        intermediate_size=192, num_hidden_layers=2,
+    ),
+    "olmo-2-1b": dict(
+        architectures=["Olmo2ForCausalLM"], model_type="olmo2", attention_bias=False, attention_dropout=0.0,
+        eos_token_id=100257, hidden_act="silu", initializer_range=0.02, max_position_embeddings=4096,
+        num_attention_heads=2, num_key_value_heads=2, pad_token_id=100277, rms_norm_eps=1e-6, rope_scaling=None,
+        rope_theta=500000, tie_word_embeddings=False, use_cache=False, vocab_size=100352, hidden_size=256,
+        intermediate_size=256, num_hidden_layers=2,
+    ),
+    # The last of three layers sees all tokens, where it is the last of six.
+    "gemma-3-1b-it": dict(
+        architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", attention_bias=False, attention_dropout=0.0,
+        attn_logit_softcapping=None, bos_token_id=2, eos_token_id=[1, 106], final_logit_softcapping=None, head_dim=256,
+        hidden_activation="gelu_pytorch_tanh", initializer_range=0.02, max_position_embeddings=32768,
+        num_attention_heads=4, num_key_value_heads=1, pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-6,
+        rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=40,
+        sliding_window_pattern=3, use_cache=True, vocab_size=262144, hidden_size=64, intermediate_size=192,
+        num_hidden_layers=3,
     ),
     "gpt-oss-20b": dict(
         architectures=["GptOssForCausalLM"], model_type="gpt_oss", attention_bias=True, attention_dropout=0.0,
@@ -150,6 +196,14 @@ def make_pair(name: str, seed: int, folder: pathlib.Path, stop_ids: Sequence[int
     with torch.no_grad():
         # `random_model` makes a head of its own 1.5 times as large as an embedding.
         model.model.norm.weight.mul_(LOGIT_DEVIATION / (1.0 if model.config.tie_word_embeddings else 1.5))
+        if model.config.model_type == "gemma3_text":
+            # Its norms multiply by 1 + weight: 1 in the mean, as elsewhere. Those after MLPs are 3: the embedding is as
+            # long as a layer's result, and greedy texts repeated a token. Logits vary by 2.4, for the largest rounding
+            # of 262,144 numbers is larger.
+            model.model.norm.weight.mul_(0.8)
+            for weight_name, weight in model.named_parameters():
+                if weight.ndim == 1:
+                    weight.add_(1.0 if "post_feedforward" in weight_name else -1.0)
         model.model.embed_tokens.weight[list(stop_ids)] *= STOP_FACTOR
     # The weights only: transformers 5 writes other keys into config.json than the published file has.
     model.save_pretrained(folder / "saved")
@@ -228,12 +282,14 @@ def attention_norm(layer: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def other_epsilon(model: transformers.PreTrainedModel, layer: int, epsilon: float) -> Iterator[None]:
-    """One layer's norm of attention has another epsilon."""
+def other_epsilon(model: transformers.PreTrainedModel, layer: int, factor: float) -> Iterator[None]:
+    """The epsilon of one layer's norm of attention is multiplied by `factor`."""
     norm = attention_norm(model.model.layers[layer])
-    own, norm.variance_epsilon = norm.variance_epsilon, epsilon
+    name = "eps" if hasattr(norm, "eps") else "variance_epsilon"
+    own = getattr(norm, name)
+    setattr(norm, name, factor * own)
     yield
-    norm.variance_epsilon = own
+    setattr(norm, name, own)
 
 
 @contextlib.contextmanager

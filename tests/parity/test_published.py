@@ -30,16 +30,23 @@ LIMIT = 64
 DRAWS, SAMPLED = 2, 40
 # What a wrong reading of config.json would give; each has to show, or the comparison proves nothing.
 MISREADINGS = {
-    "qwen2.5-1.5b": dict(rope_theta=10000.0),
-    "qwen2.5-math-1.5b": dict(rope_theta=1000000.0),
-    "qwen3-4b-instruct": dict(rope_theta=10000.0),
-    "llama-3.2-3b-instruct": dict(rope_scaling=None),
-    "qwen3-30b-a3b": dict(renormalizes_experts=False),
-    "olmoe-1b-7b": dict(renormalizes_experts=True),
-    "olmo-3-7b": dict(rope_scaling=None),
-    "phi-4-mini": dict(rope_scaling=None),
-    "gpt-oss-20b": dict(renormalizes_experts=False),
-}
+    "qwen2.5-1.5b": [dict(rope_theta=10000.0)],
+    "qwen2.5-math-1.5b": [dict(rope_theta=1000000.0)],
+    "qwen3-4b-instruct": [dict(rope_theta=10000.0)],
+    "llama-3.2-3b-instruct": [dict(rope_scaling=None)],
+    "qwen3-30b-a3b": [dict(renormalizes_experts=False)],
+    "olmoe-1b-7b": [dict(renormalizes_experts=True)],
+    "olmo-3-7b": [dict(rope_scaling=None)],
+    "phi-4-mini": [dict(rope_scaling=None)],
+    "mistral-7b-v0.1": [dict(window=39), dict(window=41), dict(sliding_layers=(), window=0)],
+    "ministral-8b": [dict(window=39), dict(sliding_layers=(0, 1, 2)), dict(sliding_layers=(0, 1))],
+    "smollm3-3b": [dict(unrotated_layers=()), dict(unrotated_layers=(1,))],
+    "olmo-2-1b": [dict(norm_place="before"), dict(rope_theta=10000.0)],
+    "gemma-3-1b-it": [
+        dict(window=39), dict(sliding_layers=(0, 1, 2)), dict(sliding_theta=1000000.0), dict(rope_theta=10000.0),
+    ],
+    "gpt-oss-20b": [dict(renormalizes_experts=False)],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=published.CONFIGS)
@@ -72,19 +79,23 @@ def test_logits(case):
     assert 2 < theirs.std() < 5
     ours = transformer.logits(pair.architecture, pair.params, jnp.asarray(tokens)[None])[0]
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
-    misread = dataclasses.replace(pair.architecture, **MISREADINGS[name])
-    wrong = transformer.logits(misread, pair.params, jnp.asarray(tokens)[None])[0]
-    assert np.abs(wrong - theirs).max() > 1e-2
+    for misreading in MISREADINGS[name]:
+        misread = dataclasses.replace(pair.architecture, **misreading)
+        wrong = transformer.logits(misread, pair.params, jnp.asarray(tokens)[None])[0]
+        assert np.abs(wrong - theirs).max() > 1e-2, misreading
 
 
 def test_one_wrong_module_of_transformers_would_show(case):
     _, pair, prompts, *_ = case
     tokens = prompts[-1].tokens[:64]
     scored = models.logprobs_with_neighbours(pair.architecture, pair.params, [tokens])
-    layer = pair.theirs.model.layers[0]
-    wrong = [published.rotated(pair.theirs, number, 1.001) for number in range(2)]
-    wrong.append(published.other_epsilon(pair.theirs, 0, 10 * published.attention_norm(layer).variance_epsilon))
-    if getattr(getattr(layer.self_attn, "q_proj", None), "bias", None) is not None:
+    projection = getattr(pair.theirs.model.layers[0].self_attn, "q_proj", None)
+    rotated = [number for number in range(2) if number not in pair.architecture.unrotated_layers]
+    wrong = [published.rotated(pair.theirs, number, 1.001) for number in rotated]
+    # Squares of Gemma's scaled embedding are larger by the width, beside which 1e-5 is no more than rounding.
+    larger = pair.architecture.hidden_size if pair.architecture.is_gemma else 1
+    wrong.append(published.other_epsilon(pair.theirs, 0, 10.0 * larger))
+    if getattr(projection, "bias", None) is not None:
         wrong += [published.without_bias(pair.theirs, number) for number in range(2)]
     for change in wrong:
         with change:
