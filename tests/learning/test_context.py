@@ -105,6 +105,9 @@ def axes(**sizes):
                 ("llama", axes(data=2, context=4), 0, 5),
                 ("gemma3", axes(context=4), 0, 5),
                 ("qwen3_moe", axes(fsdp=2, context=2, tensor=2), 0, 5),
+                ("olmo3", axes(context=4), 0, 5),
+                ("olmoe", axes(fsdp=2, context=2), 0, 5),
+                ("phi3", axes(context=4), 0, 5),
             )
         ),
         *(
