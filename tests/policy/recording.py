@@ -17,7 +17,7 @@ from reinforce_ada_jax.policy import experts, huggingface, layers, transformer
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 FAMILIES = (
     "qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2", "mistral_window", "gemma3", "olmo3", "qwen3_moe", "olmoe",
-    "gpt_oss", "phi3",
+    "gpt_oss", "phi3", "ministral",
 )  # fmt: skip
 
 

@@ -52,6 +52,8 @@ def test_equals_transformers(family, check):
         ("olmo3", dict(sliding_layers=(0, 1))),
         ("mistral_window", dict(window=6)),
         ("mistral_window", dict(window=8)),
+        ("ministral", dict(window=6)),
+        ("ministral", dict(sliding_layers=(0, 1))),
         ("qwen3_moe", dict(renormalizes_experts=False)),
         ("olmoe", dict(renormalizes_experts=True)),
         ("qwen3_moe", dict(experts_per_token=3)),

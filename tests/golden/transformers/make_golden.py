@@ -105,6 +105,10 @@ CONFIGS = {
         sliding_window=7,
         rope_parameters=GPT_OSS_ROPE,
     ),
+    # The first layer slides, the last one does not, and both have the same rotary base.
+    "ministral": transformers.MinistralConfig(
+        **SIZES, head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention"]
+    ),
 }
 
 
