@@ -8,8 +8,10 @@ import time
 
 # Tests spend their time compiling tiny programs. Without optimisation, and with XLA's older emitters of loops in place
 # of those that go through MLIR, that takes a sixth of the time. One module of LLVM instead of 32 saves a fifth of it.
+# Devices that wait for each other end the process after 40 s otherwise. On a busy machine they took longer once.
 QUICKLY = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 DEVICES = "--xla_force_host_platform_device_count="
 # For commands that tests start. They share the programs of the test process, whose flags are the same.
