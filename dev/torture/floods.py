@@ -144,9 +144,10 @@ def _flooded(
     bench: Bench, pid: int, address: tuple[str, int], path: str, *asked: Asked, floods: dict[str, int],
     within_s: float = ANSWER_S,
 ) -> None:  # fmt: skip
-    """Floods a server while `bench` goes on, by so many clients of each kind; another client is answered in time.
+    """Floods a server while `bench` goes on, with a number of clients of each kind; another client is answered in time.
 
-    Bodies and prompts go to `path`. Beside headers all of `asked` is answered, beside what gives work the first.
+    Bodies and prompts go to `path`. During a flood of headers the other client asks for all of `asked`. Bodies and
+    prompts give the server work, so it asks for the first alone.
     """
     before = _memory_mb(pid)
     while bench.goes_on():

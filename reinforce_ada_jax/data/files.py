@@ -142,7 +142,7 @@ def read_file(file: str | pathlib.Path, columns: Columns = BY_RULES) -> list[Pro
     if not file.is_file():
         raise ValueError(
             f"There is no file {file}: name a JSONL or Parquet file, a folder that `datasets` reads, hf:NAME for a "
-            f"data set of the hub, or cipher:train for the built-in task."
+            "data set of the hub, or cipher:train for the built-in task."
         )
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(file.open("rb"))

@@ -32,10 +32,10 @@ def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> De
     """Counts a minibatch's tokens, and its responses that have any; rows without a token count nowhere."""
     mask = mask.astype(bool)
     of_responses = mask[..., None] if segment_one_hot is None else segment_one_hot & mask[..., None]
-    return make_counts(mask.sum(), of_responses.any(axis=-2).sum())
+    return make_denominators(mask.sum(), of_responses.any(axis=-2).sum())
 
 
-def make_counts(num_tokens: Int[Array, ""] | np.integer, num_rows: Int[Array, ""] | np.integer) -> Denominators:
+def make_denominators(num_tokens: Int[Array, ""] | np.integer, num_rows: Int[Array, ""] | np.integer) -> Denominators:
     """Returns counts as floats, at least 1, to divide by."""
     return Denominators(*(jnp.maximum(x, 1).astype(jnp.float32) for x in (num_tokens, num_rows)))
 

@@ -110,7 +110,7 @@ def _counts(batch: Batch) -> loss_lib.Denominators:
     """Returns the denominators of the whole minibatch, including responses that are left out."""
     counted = batch.left_out.sum(axis=(0, 1))
     num_rows = (batch.response_length > 0).sum() + counted[1]
-    return loss_lib.make_counts(batch.response_length.sum() + counted[0], num_rows)
+    return loss_lib.make_denominators(batch.response_length.sum() + counted[0], num_rows)
 
 
 class UpdatePrograms:

@@ -187,9 +187,9 @@ class _Session:
         # Steps of all windows; where other processes decode too, steps of the last window alone.
         self.decode_steps = np.zeros(self.engine.replicas, np.int64)
         self.outcome = _WORKING  # largest vote on the last window that was read
-        self._cuts = self._keeps = False
+        self._cuts = self._goes_on = False
         if self.engine.options.begun_tokens and isinstance(queue, CuttableQueue):
-            self._keeps, queue.running = True, self._begun
+            self._goes_on, queue.running = True, self._begun
             self._cuts = queue.cuts_at_end = not self.engine.options.finishes
         self.voted_before_cut: WindowOutputs | None = None  # submitted when all cut
         self.read_at = time.monotonic()
@@ -345,7 +345,7 @@ class _Session:
 
     def _give_begun(self) -> None:
         """Gives the queue the tokens so far of what runs, if it can go on later."""
-        if isinstance(self.queue, CuttableQueue) and self._keeps:
+        if isinstance(self.queue, CuttableQueue) and self._goes_on:
             self.queue.add_begun(self._begun())
 
     def _begun(self) -> list[Response]:

@@ -143,9 +143,10 @@ def test_a_program_that_ends_while_its_function_is_called(pool, end, reason):
     assert graded(pool, program, test_list=["assert f(1) == 1"]) == (0.0, False, reason)
 
 
-def test_a_fork_bomb_costs_only_itself(pool, world):
+def test_a_fork_bomb_costs_only_itself(world):
     program, expected = read(HOSTILE[0].with_name("fork_bomb.txt"), world)
-    first, *others = pool.grade_all([program, SQUARE, SQUARE])
+    with grading(limits=LIMITS | {"wall_s": 5.0}) as hasty:
+        first, *others = hasty.grade_all([program, SQUARE, SQUARE])
     assert (first.reward, first.reason) == expected
     assert others == [RIGHT, RIGHT]
 
