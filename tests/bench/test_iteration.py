@@ -64,7 +64,7 @@ def test_a_barrier_does_the_same_work(result):
     assert result["barrier_ratio"] == pytest.approx(rounds["tokens_per_s"] / barrier["tokens_per_s"])
 
 
-@pytest.mark.slow  # a test below measures such an iteration, beside a baseline
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "architecture"),
     [(ONE_UPDATE, models.shaped("16x1")), (SMALL, None)],
@@ -132,7 +132,7 @@ def measured_beside_fake(tmp_path, monkeypatch, tokens=0, lengths=EQUAL, **chang
     )  # fmt: skip
 
 
-@pytest.mark.slow  # the test below has a baseline, too
+@pytest.mark.slow
 def test_a_baseline_has_the_same_prompts_and_rewards(tmp_path, monkeypatch):
     found = measured_beside_fake(tmp_path, monkeypatch)
     ours, theirs = found["rounds"], found["trl"]
@@ -146,6 +146,7 @@ def test_a_baseline_has_the_same_prompts_and_rewards(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow  # an iteration of ours and one of a baseline
 def test_a_baseline_that_does_other_work_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="64 tokens, and 100 of trl: other work"):
         measured_beside_fake(tmp_path, monkeypatch, tokens=100)

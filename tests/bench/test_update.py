@@ -12,6 +12,7 @@ from bench import command_line, models, options, update, workloads
 from bench.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.policy import huggingface, transformer
 
+pytestmark = pytest.mark.slow  # three processes that measure
 ARCHITECTURE = models.smallest()
 SIZES = ("--rows=6", "--micro_batches=2", "--prompt_tokens=3", "--response_tokens=13", "--repeat=2", "--layers=3")
 
