@@ -69,12 +69,14 @@ class Buckets:
       error_share: share of requests that are answered with 503, by a seeded generator; nothing is done for them.
       objects: by bucket and name.
       requests: "METHOD path", in the order of arrival.
+      sent: (name, first byte, end) of what was sent of the content of objects.
     """
 
     latency_s: float = 0.0
     error_share: float = 0.0
     objects: dict[tuple[str, str], Stored] = dataclasses.field(default_factory=dict)
     requests: list[str] = dataclasses.field(default_factory=list)
+    sent: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
     chance: random.Random = dataclasses.field(default_factory=lambda: random.Random(0))
     uploads: dict[str, Upload] = dataclasses.field(default_factory=dict)
     generation: int = 1_000
@@ -153,7 +155,7 @@ class Buckets:
         """Describes an object, or sends its content or a range of it."""
         bucket, name, query = request.path_params["bucket"], request.path_params["name"], request.query_params
         stored = self.objects.get((bucket, name))
-        if stored is None:
+        if stored is None or query.get("generation", str(stored.generation)) != str(stored.generation):
             return _error(404, f"No such object: {bucket}/{name}")
         refused = self._refused(bucket, name, query)
         if refused is not None or query.get("alt") != "media":
@@ -167,6 +169,7 @@ class Buckets:
         headers = {"x-goog-generation": str(stored.generation), "x-goog-stored-content-length": str(size)}
         if wanted:
             headers["content-range"] = f"bytes {begin}-{end}/{size}"
+        self.sent.append((name, begin, end + 1))
         return Response(stored.content[begin : end + 1], status_code=206 if wanted else 200, headers=headers)
 
     async def delete(self, request: Request) -> Response:

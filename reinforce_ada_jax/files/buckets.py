@@ -80,7 +80,8 @@ def reachable(path: object) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise BucketError(f"{url(path)} can't be read or written: {reason}") from error
+        name = url(path) if is_bucket(path) else path
+        raise BucketError(f"{name} can't be read or written: {reason}") from error
 
 
 def path(folder_or_url: object) -> AnyPath:
@@ -159,23 +160,29 @@ def objects(folder: str) -> dict[str, Mapping[str, Any]]:
     return {name.removeprefix(begin).strip("/"): found[name] for name in names}
 
 
-def fetch(source: str) -> pathlib.Path:
-    """Returns this machine's copy of an object or a folder, one for each version; ValueError if there is none."""
-    source = url(source)
+def newest(source: str) -> tuple[dict[str, Mapping[str, Any]], pathlib.Path]:
+    """Returns `objects(source)`, and where this machine's copy of this version is; ValueError if there is none."""
     found = objects(source)
     if not found:
         raise ValueError(f"There is no {source}: name an object or a folder of a bucket that holds something.")
     versions = "\n".join(f"{name} {about.get('generation')} {about['size']}" for name, about in found.items())
     version = hashlib.sha256(f"{source}\n{versions}".encode()).hexdigest()[:16]
     bucket, name = source.removeprefix("gs://").split("/")[0], source.rpartition("/")[2]
-    home = cache_folder("buckets") / bucket / version
+    return found, cache_folder("buckets") / bucket / version / name
+
+
+def fetch(source: str) -> pathlib.Path:
+    """Returns this machine's copy of an object or a folder, one for each version; ValueError if there is none."""
+    source = url(source)
+    found, copied = newest(source)
+    home = copied.parent
     if not home.exists():
         home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home.parent, prefix=".partial-") as partial:
-            download(source, [*found], pathlib.Path(partial) / "new" / name)
+            download(source, [*found], pathlib.Path(partial) / "new" / copied.name)
             with contextlib.suppress(OSError):  # another process was faster
                 (pathlib.Path(partial) / "new").rename(home)
-    return home / name
+    return copied
 
 
 def local(source: str) -> pathlib.Path:
