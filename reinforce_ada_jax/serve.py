@@ -58,8 +58,7 @@ def _weights(components: "Components") -> "Params":
     from reinforce_ada_jax.policy import huggingface
     from reinforce_ada_jax.reporting.progress import watched
 
-    watch = functools.partial(watched, what="layers read")
-    return huggingface.load(components.folder, components.mesh, components.engine.dtype, watch)[1]
+    return huggingface.load(components.folder, components.mesh, components.engine.dtype, watched)[1]
 
 
 def serve_http(settings: ServerSettings) -> None:

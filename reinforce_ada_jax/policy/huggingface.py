@@ -11,21 +11,21 @@ import itertools
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.distributed.mesh import read_once
 from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
+from reinforce_ada_jax.files.partial_copy import Watch
 from reinforce_ada_jax.policy import gguf_files, mxfp4, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
+from reinforce_ada_jax.policy.tensor_files import TensorFiles, Weights
 from reinforce_ada_jax.policy.tensor_table import joined, parts, stored
 
 # Prefixes of names in the text part of an image model (Gemma 3 4B and larger), in place of "model." or "lm_head."; then
@@ -85,19 +85,19 @@ def _check(folder: pathlib.Path, architecture: Architecture, headers: dict[str, 
 def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Header]) -> None:
     # If the two differ, transformers unties them. To use the embedding alone would silently give another model.
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    with (
-        safetensors.safe_open(headers[names[0]].file, framework="numpy") as first,
-        safetensors.safe_open(headers[names[1]].file, framework="numpy") as second,
-    ):
-        embedding, head = first.get_slice(headers[names[0]].name), second.get_slice(headers[names[1]].name)
-        shape = headers[names[0]].shape
-        block = 4096  # rows at a time: 64 MB of a float32 model with 4,096 columns
-        blocks = [slice(row, min(row + block, shape[0])) for row in range(0, shape[0], block)]
-        if headers[names[1]].shape != shape or any(not np.array_equal(embedding[s], head[s]) for s in blocks):
-            raise ValueError(
-                f"{folder}: config.json says tie_word_embeddings, but {names[1]} differs from {names[0]}. Set "
-                f"tie_word_embeddings to false to use it, or remove {names[1]}."
-            )
+    shape, block = headers[names[0]].shape, 4096  # rows at a time: 64 MB of a float32 model with 4,096 columns
+    differs = headers[names[1]].shape != shape
+    with contextlib.ExitStack() as stack:
+        files = TensorFiles(folder, headers, stack)
+        files.fetch([(name, (slice(None),)) for name in names])
+        for row in range(0, 0 if differs else shape[0], block):
+            rows = (slice(row, min(row + block, shape[0])), slice(None))
+            differs = differs or not np.array_equal(files.read(names[0], rows), files.read(names[1], rows))
+    if differs:
+        raise ValueError(
+            f"{folder}: config.json says tie_word_embeddings, but {names[1]} differs from {names[0]}. Set "
+            f"tie_word_embeddings to false to use it, or remove {names[1]}."
+        )
 
 
 def _text_headers(headers: dict[str, weight_files.Header]) -> dict[str, weight_files.Header]:
@@ -154,54 +154,16 @@ def _write_layer(
     }
 
 
-def _owned(weights: dict[str, jax.Array], dtype: DTypeLike) -> dict[str, jax.Array]:
-    """Returns copies, because on CPUs an array may share numpy's memory and could then not be donated."""
-    return {name: jnp.copy(weight).astype(dtype) for name, weight in weights.items()}
-
-
-def _opened(file: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
-    if file.suffix == gguf.SUFFIX:
-        return contextlib.nullcontext(gguf_files.Tensors(file))
-    return safetensors.safe_open(file, framework="numpy")
-
-
-class _Files:
-    """Open files of a folder, which reads regions of their tensors."""
-
-    def __init__(self, folder: pathlib.Path, headers: dict[str, weight_files.Header], stack: contextlib.ExitStack):
-        self._folder, self._headers = folder, headers
-        scales = [header.scales for header in headers.values() if header.scales is not None]
-        files = sorted({header.file for header in (*headers.values(), *scales)})
-        self._opened = {file: stack.enter_context(_opened(file)) for file in files}
-
-    def _region(self, header: weight_files.Header, region: tuple[slice, ...]) -> np.ndarray:
-        file = self._opened[header.file]
-        if header.first_row is not None:
-            begin, end, _ = region[0].indices(header.shape[0])
-            rows = slice(header.first_row + begin, header.first_row + end)
-            return file.get_slice(header.name)[rows, *region[1:]]
-        if all(part in (slice(None), slice(0, size)) for part, size in zip(region, header.shape, strict=False)):
-            return file.get_tensor(header.name)  # without the copy that a slice makes
-        return file.get_slice(header.name)[region]
-
-    def read(self, name: str, region: tuple[slice, ...]) -> np.ndarray:
-        """Returns a region of a tensor; ValueError if a number there is not finite."""
-        header = self._headers[name]
-        if header.scales is None:
-            value = self._region(header, region)
-        else:  # MXFP4: whole experts are read, and cut afterwards
-            value = mxfp4.numbers(self._region(header, region[:1]), self._region(header.scales, region[:1]))
-            value = value[:, *region[1:]]
-        remedy = "Fetch the folder again; if a training wrote it, export an earlier checkpoint of that run."
-        weight_files.check_finite(str(self._folder), name, value, remedy)
-        return value
+def _owned(weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns a copy, because on CPUs an array may share numpy's memory and could then not be donated."""
+    return jnp.copy(weight).astype(dtype)
 
 
 def load(
     folder: str | pathlib.Path,
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
-    watch: Callable[[range], Iterable[int]] = iter,
+    watch: Watch = lambda numbers, what: numbers,
 ) -> tuple[Architecture, transformer.Params]:
     """Returns a Hugging Face folder's architecture and weights, sharded from the start if a mesh is given.
 
@@ -226,49 +188,27 @@ def load(
     headers = check_weights(folder, architecture)
 
     shapes = {name: shape for name, (shape, _) in transformer.weight_shapes(architecture).items()}
-    shardings: dict[str, NamedSharding | None] = dict.fromkeys(shapes)
+    layouts: dict[str, NamedSharding | None] = dict.fromkeys(shapes)
     if mesh is not None:
-        shardings = transformer.flatten(transformer.param_shardings(architecture, mesh))
-
-    wanted = parts(architecture)
-    by_layer: dict[int | None, dict[str, list[str]]] = {}
-    for name, part in wanted.items():
-        by_layer.setdefault(part.layer, {}).setdefault(part.weight, []).append(name)
+        layouts = transformer.flatten(transformer.param_shardings(architecture, mesh))
     with contextlib.ExitStack() as stack:
-        files = _Files(folder, headers, stack)
-
-        def value(names: list[str], index: tuple[slice, ...]) -> np.ndarray:
-            if wanted[names[0]].expert is not None:
-                names, index = names[index[1]], (index[0], slice(None), *index[2:])
-            first, *others = (wanted[name].read(index, functools.partial(files.read, name)) for name in names)
-            return np.concatenate([first, *others], axis=1) if others else first
-
-        def read(layer: int | None) -> dict[str, jax.Array]:
-            # One tensor at a time: no variable holds it, and its transfer ends before the next one is read.
-            return {
-                weight: jax.block_until_ready(
-                    read_once(
-                        shapes[weight] if layer is None else (1, *shapes[weight][1:]),
-                        shardings[weight],
-                        functools.partial(value, names),
-                    )
-                )
-                for weight, names in by_layer[layer].items()
-            }
-
-        stacked = list(by_layer[0])
+        weights = Weights(architecture, TensorFiles(folder, headers, stack), layouts)
+        weights.fetch(watch)
+        stacked, others = weights.names(0), {}
 
         def zeros() -> dict[str, jax.Array]:
             return {name: jnp.zeros(shapes[name], dtype) for name in stacked}
 
-        layouts = {name: shardings[name] for name in stacked}
-        stacks = jax.jit(zeros, out_shardings=layouts)()
+        of_layers = {name: layouts[name] for name in stacked}
+        stacks = jax.jit(zeros, out_shardings=of_layers)()
         # The stacks are donated, so that a layer is written in place; a copy of them would double their memory.
-        write = jax.jit(_write_layer, donate_argnums=0, out_shardings=layouts)
-        for layer in watch(range(architecture.num_layers)):
-            stacks = jax.block_until_ready(write(stacks, read(layer), np.int32(layer)))
-        layouts = {name: shardings[name] for name in by_layer[None]}
-        others = jax.jit(_owned, static_argnames="dtype", out_shardings=layouts)(read(None), dtype=dtype)
+        write = jax.jit(_write_layer, donate_argnums=0, out_shardings=of_layers)
+        for layer in watch(range(architecture.num_layers), "layers read"):
+            read = {name: weights.read(name, layer) for name in stacked}
+            stacks = jax.block_until_ready(write(stacks, read, np.int32(layer)))
+        for name in weights.names(None):
+            own = jax.jit(_owned, static_argnames="dtype", out_shardings=layouts[name])
+            others[name] = jax.block_until_ready(own(weights.read(name, None), dtype=dtype))
     return architecture, transformer.nest({name: (stacks | others)[name] for name in shapes})
 
 

@@ -88,12 +88,22 @@ class Part:
         """Indices of its first element in the weight."""
         return (self.layer or 0, self.expert or 0, *[0] * len(self.ours))[: len(self.ours)]
 
-    def read(self, index: tuple[slice, ...], get: Callable[[tuple[slice, ...]], np.ndarray]) -> np.ndarray:
-        """Returns the elements at `index` of this part of the weight, in our layout.
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Axes of the weight as they are in the files, from the outermost to the innermost."""
+        outer = (self.layer is not None) + (self.expert is not None)
+        groups, axis = [], outer
+        for merged in self.theirs[::-1] if self.transposed else self.theirs:
+            first, count = axis, 1
+            while axis == first or count < merged:
+                count *= self.ours[axis]
+                axis += 1
+            groups.append(range(first, axis))
+        groups = groups[::-1] if self.transposed else groups
+        return (*range(outer), *(each for group in groups for each in group))
 
-        `get` returns a region of the tensor in the file. Where several of our axes are one axis in the file, the region
-        is cut along the first of them alone; the others are cut after reading.
-        """
+    def _cuts(self, index: tuple[slice, ...]) -> tuple[tuple[slice, ...], list[int], tuple[slice, ...]]:
+        """Returns the region of the tensor, the shape of what is read, without transposing, and what is cut after."""
         outer = (self.layer is not None) + (self.expert is not None)
         sizes = iter(self.ours[outer:])
         cuts = iter([part.indices(size)[:2] for part, size in zip(index, self.ours, strict=True)][outer:])
@@ -109,8 +119,21 @@ class Part:
                 count *= size
                 shape.append(size)
                 inner.append(slice(*next(cuts)))
-        tensor = get(tuple(region[::-1] if self.transposed else region))
-        return (tensor.T if self.transposed else tensor).reshape(shape)[tuple(inner)]
+        return tuple(region[::-1] if self.transposed else region), shape, tuple(inner)
+
+    def region(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Returns the region of the tensor in the file that `read` asks for."""
+        return self._cuts(index)[0]
+
+    def read(self, index: tuple[slice, ...], get: Callable[[tuple[slice, ...]], np.ndarray]) -> np.ndarray:
+        """Returns the elements at `index` of this part of the weight, in our layout.
+
+        `get` returns a region of the tensor in the file. Where several of our axes are one axis in the file, the region
+        is cut along the first of them alone; the others are cut after reading.
+        """
+        region, shape, inner = self._cuts(index)
+        tensor = get(region)
+        return (tensor.T if self.transposed else tensor).reshape(shape)[inner]
 
     def to_theirs(self, value: np.ndarray) -> np.ndarray:
         """Returns a view of `value`, which has our layout, in the file's layout."""

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from reinforce_ada_jax.files import gguf, model_files
+from reinforce_ada_jax.files import gguf, model_files, partial_copy
+from reinforce_ada_jax.files.partial_copy import MAX_HEADER_BYTES
 from reinforce_ada_jax.policy import gguf_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,8 +26,6 @@ DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 EARLIER = "Export an earlier checkpoint of the run, with --iteration."
 POINTER = b"version https://git-lfs"  # a clone without Git LFS has a file that begins so in place of the real one
 MAX_NAME = 255  # characters of a file's name
-# A header of 16 MiB has 150,000 tensors. One at the library's own limit of 100 MB takes 24 seconds and 1.8 GB.
-MAX_HEADER_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,9 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
         if file.suffix == gguf.SUFFIX:
             headers |= {name: Header(file, name, shape, "F32") for name, shape in gguf_files.shapes(file).items()}
             continue
-        with open(file, "rb") as stream:
+        partial = partial_copy.find(file)
+        content = file if partial is None else partial.file
+        with open(content, "rb") as stream:
             begin = stream.read(len(POINTER))
         if begin == POINTER:
             raise ValueError(
@@ -117,7 +118,7 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
         try:
             if length > MAX_HEADER_BYTES:
                 raise safetensors.SafetensorError(f"a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,}")
-            with safetensors.safe_open(file, framework="numpy") as opened:
+            with safetensors.safe_open(content, framework="numpy") as opened:
                 for name in opened.keys():
                     if name in headers:
                         raise ValueError(

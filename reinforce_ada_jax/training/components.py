@@ -32,7 +32,7 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.environments.workers import EnvironmentPool
-from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.files import buckets, partial_copy
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import hub_models, huggingface, lora
@@ -80,11 +80,21 @@ def local_folder(path: str) -> pathlib.Path:
 
 
 def model_folder(path: str) -> pathlib.Path:
-    """Returns the local folder of a model, downloaded once from a bucket or the hub; ValueError if there is none."""
+    """Returns the local folder of a model; every process calls it. ValueError if there is none.
+
+    From a bucket, or from the hub to several processes, it has the headers of the weights alone. The processes read the
+    same version.
+    """
     if buckets.is_bucket(path):
-        return buckets.fetch(path)
+        folder = partial_copy.fetch(path)
+        processes.check_same(f"the versions of {path}", folder.parent.name)
+        return folder
     folder = local_folder(path)
-    return folder if folder.exists() or not hub_models.is_name(path) else hub_models.fetch(path)
+    if folder.exists() or not hub_models.is_name(path):
+        return folder
+    if processes.count() == 1:
+        return hub_models.fetch(path)
+    return hub_models.fetch_parts(path, processes.of_writer(hub_models.commit(path) if processes.is_writer() else ""))
 
 
 def load_problems(source: str, config: Config) -> list[Problem]:
@@ -447,7 +457,7 @@ def load_params(config: Config, components: Components, dtype: str | None = None
     at the terminal, unless `quiet`.
     """
     dtype = dtype or (config.model.compute_dtype if config.lora.rank else "float32")
-    watch = functools.partial(watched, what="layers read", quiet=quiet or not processes.is_writer())
+    watch = functools.partial(watched, quiet=quiet or not processes.is_writer())
     return huggingface.load(components.folder, components.mesh, jnp.dtype(dtype), watch)[1]
 
 

@@ -30,13 +30,26 @@ if {load}:
     print(huggingface.load(folder)[0].num_parameters)
 """
 
+# As several processes do it.
+PARTS = """
+import sys
+from reinforce_ada_jax.policy import hub_models, huggingface
+for name in sys.argv[1:]:
+    try:
+        folder = hub_models.fetch_parts(name, hub_models.commit(name))
+        print(folder)
+        print(hub_models.repository(folder), huggingface.load(folder)[0].num_parameters)
+    except ValueError as error:
+        print(error)
+"""
+
 
 class Hub(http.server.ThreadingHTTPServer):
     """The part of the hub's HTTP interface that a download uses, for repositories given as {name: {path: content}}."""
 
     def __init__(self, repositories):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.repositories, self.asked = repositories, []
+        self.repositories, self.asked, self.ranges = repositories, [], []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -63,7 +76,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(200, json.dumps(listed).encode())
         elif rest.startswith(f"resolve/{COMMIT}/"):
             content = files[rest.removeprefix(f"resolve/{COMMIT}/")]
-            self.answer(200, content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT})
+            about = {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT}
+            first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+            if last:
+                self.server.ranges.append((os.path.basename(path), int(first), int(last) + 1))
+                part = content[int(first) : int(last) + 1]
+                self.answer(206, part, about | {"Content-Range": f"bytes {first}-{last}/{len(content)}"})
+                return
+            self.answer(200, content, about)
         else:
             self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
 
@@ -95,11 +115,12 @@ def hub():
         server.shutdown()
 
 
-def start(hub, cache, wanted, load=False, **variables):
+def start(hub, cache, wanted, load=False, parts=False, **variables):
     """Starts a process that prints the folder of each name, or the error."""
+    program = [PARTS, *wanted] if parts else [FETCH.format(wanted=wanted, load=load)]
     env = environment() | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(cache), "HF_TOKEN": "", **variables}
     env["HF_ENDPOINT"] = variables.get("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
-    return forked.Forked(["-c", FETCH.format(wanted=wanted, load=load)], env)
+    return forked.Forked(["-c", *program], env)
 
 
 def lines(process):
@@ -136,6 +157,27 @@ def test_a_model_is_fetched_once(tmp_path, hub):
         assert missing.endswith("or name a folder on this machine.")
     # One config.json more, of the repository with a pickle.
     assert len(hub.files) == fetched + 1 and time.monotonic() - began < 60
+
+
+def test_parts_are_fetched_by_ranges_once(tmp_path, hub):
+    def parts(*wanted, cache="parts", **variables):
+        variables["XDG_CACHE_HOME"] = str(tmp_path / "own")
+        return lines(start(hub, tmp_path / cache, wanted, parts=True, **variables))
+
+    hub.asked.clear()
+    folder, loaded = parts("tiny/cipher")
+    assert loaded == "tiny/cipher 107392"
+    assert set(os.listdir(folder)) == WANTED and pathlib.Path(folder).is_relative_to(tmp_path / "own")
+    assert pathlib.Path(folder, "model.safetensors").stat().st_size < 10_000
+    assert sorted(hub.ranges) == [("model.safetensors", 0, 2**18), ("model.safetensors", 2**18, 432_216)]
+    assert sum(path.endswith("model.safetensors") for path in hub.files) == 2
+    assert parts("tiny/cipher", HF_HUB_OFFLINE="1") == [folder, loaded]
+    pickled, none = parts("tiny/pickled", "tiny/none")
+    assert "tiny/pickled has no safetensors on huggingface.co, and weights in pickles are never read" in pickled
+    assert "tiny/none is not a folder, and the model can't be fetched from huggingface.co" in none
+    # A cache that has the weights is used.
+    (whole,) = lines(start(hub, tmp_path / "whole", ["tiny/cipher"]))
+    assert parts("tiny/cipher", cache="whole") == [whole, loaded] and len(hub.ranges) == 2
 
 
 @pytest.mark.parametrize(

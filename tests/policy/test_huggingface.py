@@ -169,24 +169,41 @@ def test_a_region_is_that_of_the_whole(family):
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape", "times"),
+    ("shape", "order", "cuts", "times"),
     [
-        (("embed", "heads", "head"), (8, 4, 2), 1),
-        (("vocab", "embed"), (4, 12), 1),
-        (("embed",), (16,), 1),
-        (("embed",), (6,), 4),  # only fsdp divides it
+        ((8, 4), (0, 1), (8, 1), 1),
+        ((8, 4), (1, 0), (2, 4), 1),  # the file has the columns first
+        ((12, 6), (0, 1), (4, 2), 1),  # 12 rows do not divide by 8
+        ((1, 8, 2), (0, 2, 1), (1, 4, 2), 1),
+        ((6,), (0,), (2,), 4),
     ],
 )
-def test_each_number_is_read_by_one_device(axes, shape, times):
-    whole, read = np.arange(math.prod(shape)).reshape(shape), []
-
-    def get(index):
-        read.extend(whole[index].ravel())
-        return whole[index]
-
-    there = mesh_lib.sharding(mesh_lib.make_mesh(data=2, fsdp=2, tensor=2), axes)
-    np.testing.assert_array_equal(mesh_lib.read_once(shape, there, get), whole)
+def test_each_number_is_read_by_one_device(shape, order, cuts, times):
+    mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+    layout = mesh_lib.read_layout(shape, mesh, order)
+    assert layout.shard_shape(shape) == tuple(size // cut for size, cut in zip(shape, cuts, strict=True))
+    indices = layout.devices_indices_map(shape)
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    read = [number for device in mesh.devices.flat for number in whole[indices[device]].ravel()]
     assert sorted(read) == sorted([*range(whole.size)] * times)
+
+
+@pytest.mark.parametrize("axes", [("vocab", "embed"), ("embed", "vocab"), ("embed",), (None, "heads")])
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 2, "context": 2}])
+def test_what_was_read_by_rows_is_exchanged(axes, mesh):
+    mesh, shape = mesh_lib.make_mesh(**({"data": 1, "fsdp": 1, "tensor": 1} | mesh)), (16, 8)[: len(axes)]
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    read = jax.make_array_from_callback(
+        shape, mesh_lib.read_layout(shape, mesh, (0, 1)[: len(axes)]), whole.__getitem__
+    )
+    there = mesh_lib.sharding(mesh, axes)
+    array = mesh_lib.exchanged(read, there)
+    np.testing.assert_array_equal(array, whole)
+    # Each device has a part of its own, inside of what it has in the end.
+    wanted, parts = there.devices_indices_map(shape), array.sharding.devices_indices_map(shape)
+    assert len({str(part) for part in parts.values()}) == 8
+    for device, part in parts.items():
+        assert {*whole[part].ravel()} <= {*whole[wanted[device]].ravel()}
 
 
 def test_loaded_weights_can_be_donated():
