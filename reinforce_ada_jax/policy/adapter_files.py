@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import pathlib
 import struct
 
@@ -9,7 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.files import gguf
+from reinforce_ada_jax.files import gguf, partial_copy
 from reinforce_ada_jax.policy import hub_models, huggingface, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora, adapter_shapes
@@ -26,14 +27,16 @@ def fingerprint(folder: pathlib.Path) -> str:
     """Returns a hash of a base's architecture, file headers, file sizes and byte samples; its path does not matter."""
     digest = hashlib.sha256(repr(huggingface.read_config(folder)).encode())
     for file in weight_files.find(folder):
-        with file.open("rb") as stream:
+        with partial_copy.whole(file).open("rb") as stream:
             length = stream.read(8)
             is_gguf = file.suffix == gguf.SUFFIX
             rest = gguf.read(file).begin - len(length) if is_gguf else struct.unpack("<Q", length)[0]
             digest.update(length + stream.read(rest))
-            begin, end = stream.tell(), file.stat().st_size
+            begin, end = stream.tell(), stream.seek(0, os.SEEK_END)
             digest.update(struct.pack("<Q", end))
-            for place in (begin, (begin + end) // 2, max(begin, end - SAMPLED_BYTES)):
+            places = begin, (begin + end) // 2, max(begin, end - SAMPLED_BYTES)
+            partial_copy.whole(file, [(place, place + SAMPLED_BYTES) for place in places])
+            for place in places:
                 stream.seek(place)
                 digest.update(stream.read(SAMPLED_BYTES))
     return digest.hexdigest()

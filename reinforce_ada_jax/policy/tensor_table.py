@@ -91,16 +91,11 @@ class Part:
     @property
     def order(self) -> tuple[int, ...]:
         """Axes of the weight as they are in the files, from the outermost to the innermost."""
-        outer = (self.layer is not None) + (self.expert is not None)
-        groups, axis = [], outer
-        for merged in self.theirs[::-1] if self.transposed else self.theirs:
-            first, count = axis, 1
-            while axis == first or count < merged:
-                count *= self.ours[axis]
-                axis += 1
-            groups.append(range(first, axis))
-        groups = groups[::-1] if self.transposed else groups
-        return (*range(outer), *(each for group in groups for each in group))
+        axes, outer = range(len(self.ours)), (self.layer is not None) + (self.expert is not None)
+        if not self.transposed:
+            return tuple(axes)
+        middle = next(axis for axis in axes if math.prod(self.ours[outer:axis]) == self.theirs[-1] and axis > outer)
+        return (*axes[:outer], *axes[middle:], *axes[outer:middle])
 
     def _cuts(self, index: tuple[slice, ...]) -> tuple[tuple[slice, ...], list[int], tuple[slice, ...]]:
         """Returns the region of the tensor, the shape of what is read, without transposing, and what is cut after."""

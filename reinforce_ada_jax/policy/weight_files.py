@@ -105,8 +105,7 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
         if file.suffix == gguf.SUFFIX:
             headers |= {name: Header(file, name, shape, "F32") for name, shape in gguf_files.shapes(file).items()}
             continue
-        partial = partial_copy.find(file)
-        content = file if partial is None else partial.file
+        content = partial_copy.whole(file)
         with open(content, "rb") as stream:
             begin = stream.read(len(POINTER))
         if begin == POINTER:

@@ -188,6 +188,17 @@ def test_each_number_is_read_by_one_device(shape, order, cuts, times):
     assert sorted(read) == sorted([*range(whole.size)] * times)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_order_of_axes_is_that_of_the_file(family):
+    for name, part in tensor_table.parts(recording.golden(family)[0]).items():
+        tensor = np.zeros(part.theirs, np.int8)
+        ours = part.read(tuple(slice(0, size) for size in part.ours), tensor.__getitem__)
+        long = [axis for axis in range(ours.ndim) if ours.shape[axis] > 1]
+        by_stride = sorted(long, key=lambda axis: -ours.strides[axis])
+        assert [axis for axis in part.order if axis in long] == by_stride, name
+        assert sorted(part.order) == [*range(ours.ndim)], name
+
+
 @pytest.mark.parametrize("axes", [("vocab", "embed"), ("embed", "vocab"), ("embed",), (None, "heads")])
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 2, "tensor": 2, "context": 2}])
 def test_what_was_read_by_rows_is_exchanged(axes, mesh):

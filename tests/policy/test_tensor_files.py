@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.files import buckets, partial_copy
-from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.policy import adapter_files, huggingface
 from tests import standins
 from tests.bucket_server import Buckets, needs_gcsfs, serving
 from tests.policy.recording import FAMILIES, GOLDEN
@@ -97,6 +97,12 @@ def test_names_and_shapes_are_checked_by_headers_alone(server):
     before = len(server.sent)
     assert huggingface.check_weights(folder, huggingface.read_config(folder))
     assert len(server.sent) == before
+
+
+def test_a_base_keeps_its_fingerprint(server, monkeypatch):
+    standins.constants(monkeypatch, adapter_files, SAMPLED_BYTES=100)
+    folder = uploaded(server, GOLDEN / "qwen2", "gs://base/model")
+    assert adapter_files.fingerprint(folder) == adapter_files.fingerprint(GOLDEN / "qwen2")
 
 
 def test_a_nan_is_named(server, tmp_path):
