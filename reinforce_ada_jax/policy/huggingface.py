@@ -169,19 +169,21 @@ def load(
 
     Where the sizes are divisible, each number of the files is read for one device only, by the process of this device.
     Then the devices exchange the numbers. In addition to the result the host holds one tensor of the files, or two
-    copies of one matrix of all experts of a layer. The devices hold one layer more, and at the end a second copy of the
-    weights outside of the layers (embedding, head).
+    copies of one matrix of all experts of a layer. The devices hold one layer more, or a second copy of one weight
+    outside of the layers (embedding or head). What a partial copy lacks (`files/partial_copy.py`) is fetched first.
 
     Args:
       folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16, experts
         of gpt-oss also in MXFP4; or a GGUF file, or a folder that holds one.
       mesh: where the weights live; None: the default device.
       dtype: of the result.
-      watch: gets the layer numbers and returns an iterable of them; each layer is read when its number comes.
+      watch: gets the numbers of layers, and of MiB to fetch, and what they are, and returns an iterable of the numbers;
+        each layer is read when its number comes.
 
     Raises:
       ValueError: config.json or the files are missing, malformed, or don't fit each other or the mesh, or a value is
         NaN or infinite.
+      BucketError: weights can't be fetched.
     """
     folder = pathlib.Path(folder)
     architecture = read_config(folder)
