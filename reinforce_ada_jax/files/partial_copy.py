@@ -157,7 +157,7 @@ def find(file: pathlib.Path) -> PartialCopy | None:
     header = file.resolve()
     record = _blocks_folder(header.parent) / f"{header.name}.json"
     # A folder from elsewhere must not choose what is read, with this user's rights, from which bucket.
-    if not (record.is_relative_to(buckets.cache_folder("").resolve()) and record.is_file()):
+    if not (record.is_file() and record.is_relative_to(buckets.cache_folder("").resolve())):
         return None
     partial = PartialCopy(header)
     partial.header()

@@ -130,7 +130,7 @@ class Weights:
         self._files.fetch(self._wanted(), watch)
 
     def read(self, weight: str, layer: int | None) -> jax.Array:
-        """Returns a weight, or a layer of it, as `mesh.exchanged`; each number is read for one device.
+        """Returns a weight, or a layer of it, as `mesh_lib.exchanged`; each number is read for one device.
 
         Where sizes do not divide, several devices read the same.
         """
