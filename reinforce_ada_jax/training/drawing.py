@@ -115,7 +115,7 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
         job = Job(choice.prompts, run.strategy, choice.replacements, estimate_fn, partial, upcoming)
         if run.journal is not None:
             job = dataclasses.replace(
-                job, broken_off=run.journal.begin(source.iteration),
+                job, broken_off=run.journal.begin(),
                 store=functools.partial(run.journal.store_so_far, source.iteration),
             )  # fmt: skip
         pools, counts = _collect_fn(run, source, stop)(job)

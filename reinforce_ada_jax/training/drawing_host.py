@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.serialization import partial_from_text
+from reinforce_ada_jax.collection.serialization import CollectedShard, partial_from_text, to_bytes
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Stop
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.training.components import rounds_alike
 from reinforce_ada_jax.training.drawing import draw_fn
-from reinforce_ada_jax.training.drawing_hosts import DRAW, END, WEIGHTS, Order, Reply
+from reinforce_ada_jax.training.drawing_hosts import DRAW, END, REPLY, SO_FAR, WEIGHTS, Order, Reply
 from reinforce_ada_jax.training.loop import Ending, Outcome
+from reinforce_ada_jax.training.response_journal import Pace
 from reinforce_ada_jax.training.run import BenchmarkEvaluator, Inputs
 from reinforce_ada_jax.training.sharded_collection import Job, Plan, shard_message, with_plan
 from reinforce_ada_jax.types import Prompt
@@ -45,7 +47,10 @@ def follow(inputs: Inputs, rollouts: Rollouts) -> Outcome:
 
 
 def _drawn(inputs: Inputs, rollouts: Rollouts, weights: Params, order: Order) -> bytes:
-    """Draws and grades this process's shard of an order; returns the reply, which says if it was broken off."""
+    """Draws and grades this process's shard of an order; returns the reply, which says if it was broken off.
+
+    Until then process 0 gets the responses so far, if its journal stores them.
+    """
     verifiers, stop = inputs.verifiers, Stop(_is_told_to_stop())
     graders, begin_s = inputs.components.graders(verifiers), verifiers.busy_s
     graders.failure = ""
@@ -58,12 +63,18 @@ def _drawn(inputs: Inputs, rollouts: Rollouts, weights: Params, order: Order) ->
         draw = draw_fn(
             inputs, rollouts, weights, iteration=order.iteration, policy_version=order.policy_version, stop=stop
         )
+    pace, stores = Pace(), rounds_alike(inputs.config) and not order.benchmark
+
+    def store(so_far: Callable[[], CollectedShard]) -> None:
+        if stores:
+            pace.call(lambda: processes.send(0, SO_FAR + to_bytes(so_far())))
+
     plan = Plan(order.estimates, order.draws)
-    job = Job(_chosen(prompts, order), strategy, partial=partial_from_text(order.partial))
+    job = Job(_chosen(prompts, order), strategy, partial=partial_from_text(order.partial), store=store)
     number = processes.index() - processes.count()
     shard = shard_message(with_plan(job, plan), plan, draw, len(processes.drawing()), number)
     reply = Reply(verifiers.busy_s - begin_s, graders.failure)
-    return json.dumps(dataclasses.asdict(reply)).encode() + b"\n" + shard
+    return REPLY + json.dumps(dataclasses.asdict(reply)).encode() + b"\n" + shard
 
 
 def _chosen(prompts: list[Prompt], order: Order) -> list[Prompt]:

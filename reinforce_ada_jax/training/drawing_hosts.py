@@ -2,6 +2,7 @@
 
 They know nothing of the run's state, so an order says all that a drawing depends on. Process 0 sends it to each of
 them, and each sends its shard of the responses to every process that learns (training/drawing_host.py is their side).
+Until then it sends process 0 what it has so far, for the journal.
 Orders and responses go through JAX's key-value store, because two threads of a process must not launch programs on the
 same devices. The hand-over of weights is a program of all devices, and the main thread calls it.
 """
@@ -10,12 +11,12 @@ import dataclasses
 import json
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from reinforce_ada_jax.collection.serialization import partial_to_text
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, partial_to_text
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.mesh import shard_bytes
 from reinforce_ada_jax.distributed.signals import Stop
@@ -28,6 +29,8 @@ from reinforce_ada_jax.training.sharded_collection import Job, Plan, ShardsFn
 
 # What an order asks for: take part in the hand-over of weights; draw and grade; break off the drawing before; end.
 WEIGHTS, DRAW, BREAK_OFF, END = "weights", "draw", "break off", "end"
+# First byte of the messages of a process that only draws: responses so far, for process 0; the reply to an order.
+SO_FAR, REPLY = b"s", b"r"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,49 @@ class Reply:
 
     verify_s: float  # time that grading took
     failure: str  # the first grading that failed, as text
+
+
+class _Sent:
+    """What the processes that only draw have sent about one order.
+
+    A process sends its responses so far before its reply. So all of them are received before the next order.
+    """
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._replies: dict[int, bytes] = {}  # by process
+        self._newest: dict[int, bytes] = {}  # responses so far, in process 0; of a reply, its shard
+
+    def reply(self, process: int, look: Callable[[], None]) -> bytes:
+        """Waits for the reply of a process; stores the responses of all of them meanwhile, and calls `look`."""
+
+        def waiting() -> None:
+            look()
+            for other in processes.drawing():
+                while other != process and other not in self._replies and processes.has_sent(other):
+                    self._receive(other, look)
+            if self._newest and processes.is_writer():
+                self._job.store(self._so_far)
+
+        while process not in self._replies:
+            self._receive(process, waiting)
+            if process not in self._replies:
+                waiting()
+        return self._replies[process]
+
+    def _receive(self, process: int, waiting: Callable[[], None]) -> None:
+        message = processes.receive(process, waiting)
+        kind, content = message[:1], message[1:]
+        if kind == REPLY:
+            self._replies[process] = content
+            content = content.partition(b"\n")[2][1:]  # without report and first byte
+        self._newest[process] = content
+
+    def _so_far(self) -> CollectedShard:
+        collected = CollectedShard([])
+        for content in self._newest.values():
+            collected.add_rollouts(from_bytes(content, self._job.prompts))
+        return collected
 
 
 class DrawingHosts:
@@ -91,16 +137,16 @@ class DrawingHosts:
             prompts = [(prompt.id, prompt.pass_rate, dict(prompt.labels)) for prompt in job.prompts]
             partial = partial_to_text(job.partial)
             self._send(dataclasses.replace(order, prompts=prompts, partial=partial, **dataclasses.asdict(plan)))
-            is_told = False
+            sent, is_told = _Sent(job), False
 
-            def waiting() -> None:
+            def look() -> None:
                 nonlocal is_told
                 stop.show(f"evaluating {order.benchmark}" if order.benchmark else "collecting")
                 if stop.asked() and not is_told:
                     self._send(Order(action=BREAK_OFF))
                     is_told = True
 
-            return self._received([processes.receive(process, waiting) for process in processes.drawing()])
+            return self._received([sent.reply(process, look) for process in processes.drawing()])
 
         return shards
 

@@ -154,6 +154,6 @@ def _begin_next(run: Run, after: RunState) -> RunState:
     assert run.rollouts is not None
     after = dataclasses.replace(after, sampler_weights=run.rollouts.decode_weights(run.policy(after)))
     if after.iteration < run.config.iterations:
-        source = dataclasses.replace(choose(run, after), reshard=run.rollouts.reshard)
+        source = dataclasses.replace(choose(run, after, _read_journal(run, after)), reshard=run.rollouts.reshard)
         run.ahead.begin(functools.partial(draw, run, source), run.stop)
     return after

@@ -151,7 +151,7 @@ def _interrupted(run: Run, state: RunState) -> Outcome:
     """Saves the state of a run that was asked to end, where there is time."""
     ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
     event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
-    written = 0 if run.journal is None or state.donated else run.journal.write_broken_off(state)
+    written = 0 if run.journal is None else run.journal.write_broken_off()
     is_saved = state.iteration in run.checkpoints.iterations()
     if state.donated or not (is_saved or run.stop.has_time(run.checkpoints.times.expected_s(state.num_bytes))):
         return Outcome(ending, f"{event}; {_not_saved(run, state)} {_resuming(run)}", state)

@@ -192,6 +192,105 @@ def test_a_kill_of_one_process_keeps_what_both_have_drawn(tmp_path):
     assert 0 < first == taken < second == taken_at_last, taken_up
 
 
+# The second process only draws. It sends what it has after every window, and counts what it draws.
+SPLIT = {
+    "iterations": 3, "checkpoint.every": 1, "evaluation.every": 0, "mesh.fsdp": 1, "mesh.sampler": 1,
+    "model.numerics": "invariant", "collection.strategy": "grpo", "collection.prompts_per_iteration": 16,
+    "collection.group_size": 4,
+}  # fmt: skip
+COUNTED = """
+from reinforce_ada_jax.collection.request_queue import CollectionQueue
+from reinforce_ada_jax.training import drawing_host
+
+def drawn(inputs, rollouts, weights, order, original=drawing_host._drawn):
+    counts = []
+    def receive(self, responses, original=CollectionQueue.receive):
+        counts.append(len(responses))
+        original(self, responses)
+    CollectionQueue.receive, before = receive, CollectionQueue.receive
+    try:
+        return original(inputs, rollouts, weights, order)
+    finally:
+        CollectionQueue.receive = before
+        print(f"drew {sum(counts)} of iteration {order.iteration}", flush=True)
+
+drawing_host._drawn = drawn
+"""
+# Ends itself a moment after it has sent responses of an iteration for the third time; process 0 has stored them.
+DRAWER_ENDS = """
+import os, signal, time
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.training.drawing_hosts import SO_FAR
+
+def of_iteration(inputs, rollouts, weights, order, original=drawing_host._drawn):
+    left = 3
+
+    def send(process, message, original=processes.send):
+        nonlocal left
+        original(process, message)
+        left -= message.startswith(SO_FAR) and order.iteration == {iteration}
+        if not left:
+            time.sleep(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    processes.send, before = send, processes.send
+    try:
+        return original(inputs, rollouts, weights, order)
+    finally:
+        processes.send = before
+
+drawing_host._drawn = of_iteration
+"""
+# Ends itself when it has stored responses of an iteration.
+LEARNER_ENDS = """
+import os, signal
+
+def store(self, origin, collected, original=response_journal.ResponseJournal._store):
+    original(self, origin, collected)
+    if origin.iteration == {iteration} and collected.num_responses > 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+response_journal.ResponseJournal._store = store
+"""
+
+
+@pytest.fixture(scope="module")
+def unbroken_split(tmp_path_factory):
+    """Work directory of a run whose second process only draws; nothing disturbed it."""
+    workdir = tmp_path_factory.mktemp("split") / "run"
+    said = ended(start(workdir, 2, [("-c", UNHARMED), ("-c", COUNTED + UNHARMED)], **SPLIT), 0)
+    assert re.findall(r"drew (\d+) of iteration (\d)", said[1]) == [("64", "1"), ("64", "2"), ("64", "3")]
+    return workdir
+
+
+@pytest.mark.slow  # the messages are in test_drawing_hosts.py, the files in test_response_journal.py
+@pytest.mark.parametrize("iteration", [1, 3])  # of which the second one is drawn ahead
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_keeps_what_a_process_that_only_draws_has_so_far(unbroken_split, tmp_path, victim, iteration):
+    stored = ALWAYS_STORED + COUNTED
+    ends = (LEARNER_ENDS, DRAWER_ENDS)[victim].format(iteration=iteration)
+    programs = [stored + (ends if index == victim else "") + UNHARMED for index in range(2)]
+    run = start(tmp_path / "run", 2, [("-c", program) for program in programs], **SPLIT)
+    said = [process.communicate(timeout=400) for process in run]
+    codes = [-signal.SIGKILL if index == victim else RESTART for index in range(2)]
+    assert [process.returncode for process in run] == codes, said
+    file = tmp_path / "run" / "unfinished" / f"{iteration:06d}.responses"
+    found = from_bytes(file.read_bytes().partition(b"\n")[2], ())
+    num_ended = sum(response is not None for each in found.partial.values() for response in each.responses)
+    assert 0 < num_ended < 64
+
+    said = ended(start(tmp_path / "run", 2, [("-c", UNHARMED), ("-c", COUNTED + UNHARMED)], **SPLIT), 0)
+    assert f"iteration {iteration} begins with {found.num_responses} stored responses" in said[0]
+    assert f"drew {64 - num_ended} of iteration {iteration}" in said[1], "nothing is drawn twice"
+    (state, record), (unbroken, other) = restored(tmp_path / "run"), restored(unbroken_split)
+    jax.tree.map(np.testing.assert_array_equal, state, unbroken)
+    assert record == other
+    for one, other in zip(
+        *(sorted((each / "samples").iterdir()) for each in (tmp_path / "run", unbroken_split)), strict=True
+    ):
+        assert one.read_text() == other.read_text()
+
+
 @pytest.mark.slow
 def test_two_processes_leave_an_update_together(tmp_path):
     """`test_interrupted_update.py` has one process; here only one of two is told to end."""

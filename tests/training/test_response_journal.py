@@ -69,13 +69,19 @@ def test_other_weights_other_runs_and_damaged_files_are_drawn_again(tmp_path, ch
     assert (kept.read(before, PROMPTS) is None) == (change != "nothing")
 
 
+def begun(journal, iteration=7):
+    """The record of a collection of this iteration that may be broken off."""
+    journal.read(state(iteration - 1), PROMPTS)
+    return journal.begin()
+
+
 def test_a_collection_that_was_broken_off_is_kept_where_other_slots_give_the_same_bits(tmp_path):
     for broken_off, expected in ((False, 0), (True, 6)):
         kept = opened(tmp_path, broken_off=broken_off)
-        collected = kept.begin(7)
+        collected = begun(kept)
         collected.partial.update(PARTIAL)
         collected.counts["tokens"] = 9
-        assert kept.write_broken_off(state(6)) == expected
+        assert kept.write_broken_off() == expected
     found = opened(tmp_path).read(state(6), PROMPTS)
     assert found.pools == [] and found.counts == {"tokens": 9}
     assert found.partial["b"].verdicts == PARTIAL["b"].verdicts and found.partial["b"].responses[2] is None
@@ -84,8 +90,8 @@ def test_a_collection_that_was_broken_off_is_kept_where_other_slots_give_the_sam
 
 def test_a_collection_that_goes_on_is_stored_once_a_minute(tmp_path):
     """For a kill; where writing takes long, less often: at most 2 % of the time."""
-    # The clock is asked once by `read`, and by `store_so_far` when it begins and, if that is due, after it has written.
-    times = iter([0, 59, 60, 61, 119, 121, 131, 600, 631, 632])
+    # The clock is asked at the start, by `read`, and by `store_so_far` when it begins and, if due, after it wrote.
+    times = iter([0, 0, 59, 60, 61, 119, 121, 131, 600, 631, 632])
     kept = opened(tmp_path, clock=lambda: float(next(times)))
     assert kept.read(state(6), PROMPTS) is None  # at 0 s
     asked = []
@@ -101,12 +107,11 @@ def test_a_collection_that_goes_on_is_stored_once_a_minute(tmp_path):
     assert found.counts == {"tokens": 3} and found.partial["a"].responses[1].tokens.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("only_draws", [(), (1,)], ids=["all learn", "one only draws"])
-def test_process_0_stores_what_all_processes_have_so_far(tmp_path, monkeypatch, only_draws):
+def test_process_0_stores_what_all_processes_have_so_far(tmp_path, monkeypatch):
     """Twice a minute. Of another process the newest message counts, and none about an earlier iteration."""
     here, messages = SimpleNamespace(index=0, seconds=0.0), [b"6\nof another iteration"]
     standins.of_processes(
-        monkeypatch, total=lambda: 2, count=lambda: 2, drawing=lambda: only_draws, is_writer=lambda: here.index == 0,
+        monkeypatch, total=lambda: 2, count=lambda: 2, is_writer=lambda: here.index == 0,
         exchange=lambda payload: [payload], of_writer=lambda text: text,
         send=lambda process, message: messages.append(message), has_sent=lambda process: bool(messages),
         receive=lambda process: messages.pop(0),
@@ -124,24 +129,55 @@ def test_process_0_stores_what_all_processes_have_so_far(tmp_path, monkeypatch, 
         content = file.read_bytes().partition(b"\n")[2] if file.exists() else b""
         stored.append("".join(sorted(from_bytes(content, PROMPTS).partial)) if content else "")
     monkeypatch.undo()
-    assert stored == ([""] * 4 if only_draws else ["", "b", "b", "abc"])
-    if not only_draws:
-        found = opened(tmp_path).read(state(6), PROMPTS)
-        assert found.partial["b"].verdicts == PARTIAL["b"].verdicts and found.counts == {"tokens": 3}
+    assert stored == ["", "b", "b", "abc"]
+    found = opened(tmp_path).read(state(6), PROMPTS)
+    assert found.partial["b"].verdicts == PARTIAL["b"].verdicts and found.counts == {"tokens": 3}
 
 
-@pytest.mark.parametrize("why", ["rounds by slot", "drawn ahead"])
+def test_what_was_stored_stays_until_newer_responses_of_its_prompts_are_there(tmp_path):
+    """A second kill soon after a resume: those who drew the other prompts have sent nothing yet."""
+    kept = opened(tmp_path)
+    begun(kept).partial.update(PARTIAL)
+    kept.write_broken_off()
+    kept = opened(tmp_path, clock=iter([0.0, 0.0, 60.0, 60.0]).__next__)
+    assert kept.read(state(6), PROMPTS).num_responses == 6
+    longer = PartialRollouts(tuple(response("a", draw) for draw in range(3)), (), 0, (3,))
+    kept.store_so_far(7, lambda: CollectedShard([], {"a": longer}))
+    found = opened(tmp_path).read(state(6), PROMPTS)
+    assert {name: sum(map(bool, each.responses)) for name, each in found.partial.items()} == {"a": 3, "b": 2, "c": 2}
+
+
+@pytest.mark.parametrize("why", ["rounds by slot", "not begun"])
 def test_a_collection_that_goes_on_is_not_stored(tmp_path, why):
-    kept = opened(tmp_path, broken_off=why == "drawn ahead", clock=iter([0.0, 100.0, 100.0]).__next__)
+    kept = opened(tmp_path, broken_off=why == "not begun", clock=iter([0.0, 0.0, 100.0, 100.0]).__next__)
     kept.read(state(6), PROMPTS)
-    kept.store_so_far(8 if why == "drawn ahead" else 7, lambda: COMPLETE)
+    kept.store_so_far(8 if why == "not begun" else 7, lambda: COMPLETE)
     assert not (tmp_path / FOLDER).exists()
 
 
-def test_a_collection_of_an_iteration_that_is_not_next_is_not_kept(tmp_path):
-    kept = opened(tmp_path)
-    kept.begin(8).partial.update(PARTIAL)  # drawn ahead, when the iteration before it was not finished
-    assert kept.write_broken_off(state(6)) == 0 and not (tmp_path / FOLDER).exists()
+def drawn_ahead(weight=1.0, cursor=0) -> RunState:
+    """A state after iteration 6 whose next one is drawn from weights that are older than the learner's."""
+    older = {"weight": jnp.full(3, weight, jnp.bfloat16)}
+    return dataclasses.replace(state(6, 3.0), sampler_weights=older, selection={"cursor": cursor})
+
+
+@pytest.mark.parametrize("how", ["complete", "broken off", "killed"])
+def test_a_collection_that_is_drawn_ahead_belongs_to_the_weights_that_draw_it(tmp_path, monkeypatch, how):
+    """They are known before the updates end, so it is stored meanwhile, from the thread that draws."""
+    ahead, kept = drawn_ahead(), opened(tmp_path, clock=iter([0.0, 0.0, 60.0, 60.0]).__next__)
+    kept.read(ahead, PROMPTS)
+    with monkeypatch.context() as patch:
+        standins.not_called(patch, fingerprints, "numbers")
+        if how == "complete":
+            kept.write(dataclasses.replace(ahead, learner=state(6, 4.0).learner), COMPLETE)
+        elif how == "broken off":
+            kept.begin().partial.update(PARTIAL)
+            assert kept.write_broken_off() == 6
+        else:
+            kept.store_so_far(7, lambda: CollectedShard([], PARTIAL))
+    for other in (drawn_ahead(weight=1.5), drawn_ahead(cursor=1), state(6)):
+        assert opened(tmp_path).read(other, PROMPTS) is None
+    assert opened(tmp_path).read(drawn_ahead(), PROMPTS).num_responses == (2 if how == "complete" else 6)
 
 
 def test_the_limit_counts_all_files_and_leaves_out_prompts_of_a_broken_collection(tmp_path):
@@ -149,20 +185,20 @@ def test_the_limit_counts_all_files_and_leaves_out_prompts_of_a_broken_collectio
     assert not (tmp_path / FOLDER).exists()
     long = {name: PartialRollouts((response(name, 0, 500),), (), 0, (1,)) for name in "abc"}
     kept = opened(tmp_path, limit_bytes=12_000)  # 9,000 of tokens: two prompts with 4,000 each
-    kept.begin(7).partial.update(long)
-    assert kept.write_broken_off(state(6)) == 2
+    begun(kept).partial.update(long)
+    assert kept.write_broken_off() == 2
     size = (tmp_path / FOLDER / "000007.responses").stat().st_size
     assert 8_000 < size < 12_000
     kept = opened(tmp_path, limit_bytes=12_000)
-    kept.begin(8).partial.update(long)
-    assert kept.write_broken_off(state(7)) == 0, "iteration 7 has the space"
+    begun(kept, 8).partial.update(long)
+    assert kept.write_broken_off() == 0, "iteration 7 has the space"
 
 
 def test_the_limit_counts_recorded_experts(tmp_path):
     kept = opened(tmp_path, limit_bytes=12_000)  # of each prompt 80 bytes of tokens and 4,000 of experts
     recorded = [dataclasses.replace(response(name, 0, 10), experts=np.ones((20, 200), np.uint8)) for name in "abc"]
-    kept.begin(7).partial.update({each.prompt_id: PartialRollouts((each, None), (), 0, (2,)) for each in recorded})
-    assert kept.write_broken_off(state(6)) == 2
+    begun(kept).partial.update({each.prompt_id: PartialRollouts((each, None), (), 0, (2,)) for each in recorded})
+    assert kept.write_broken_off() == 2
     assert opened(tmp_path).read(state(6), PROMPTS).partial["b"].responses[0].experts.shape == (20, 200)
 
 
