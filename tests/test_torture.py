@@ -43,7 +43,7 @@ def test_nothing_is_lost():
     done = run_python("-m", "dev.torture", "--minutes=4", "--seed=1", limit_s=1800)
     rows = re.findall(r"^(\w+) +(\d+) +(\d+) +(\d+) +\d+$", done.stdout, re.MULTILINE)
     assert done.returncode == 0, done.stdout
-    names = {"kills", "checkpoints", "disk", "folders", "files", "parsers", "commands", "graders", "clients"}
+    names = {"kills", "drawers", "checkpoints", "disk", "folders", "files", "parsers", "commands", "graders", "clients"}
     names |= {"openai", "tinker", "page"}
     assert {name for name, *_ in rows} == names
     for _, tried, survived, lost in rows:

@@ -24,12 +24,13 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # of this 
 PROGRAMS = tempfile.mkdtemp(prefix="torture-programs-")  # of the compiler: killed processes may leave halves of some
 os.environ["REINFORCE_ADA_TEST_PROGRAMS"] = PROGRAMS
 
-from dev.torture import floods, intruders, runs  # noqa: E402  (what jax and the tests read is set above)
+from dev.torture import drawers, floods, intruders, runs  # noqa: E402  (what jax and the tests read is set above)
 from dev.torture.bench import Bench  # noqa: E402
 
 # Each with its share of the time.
 PARTS = {
-    "kills": (runs.kills, 12), "checkpoints": (runs.checkpoints, 4), "disk": (runs.disk, 3),
+    "kills": (runs.kills, 12), "drawers": (drawers.drawers, 4),
+    "checkpoints": (runs.checkpoints, 4), "disk": (runs.disk, 3),
     "folders": (intruders.folders, 4), "files": (intruders.files, 1), "parsers": (intruders.parsers, 2),
     "commands": (intruders.commands, 2), "graders": (intruders.graders, 1), "clients": (intruders.clients, 2),
     "openai": (floods.openai, 2), "tinker": (floods.tinker, 2), "page": (floods.page, 1),

@@ -40,16 +40,31 @@ class Kind(NamedTuple):
     devices: int = 1  # of each process
     changes: tuple[tuple[str, object], ...] = ()  # of the settings
     loses_draws: bool = False  # an interruption does
-    chained: bool = False  # each update is a chain of programs
+    before: str = ""  # code that each process runs first
+
+    def __repr__(self) -> str:
+        changes = "".join(f", {name}={value}" for name, value in self.changes)
+        return f"{self.processes} processes of {self.devices} devices{changes}"
 
     def settings(self) -> dict[str, object]:
         """Returns the settings of its runs."""
         return SMALL | {"mesh.data": self.processes} | dict(self.changes)
 
 
+# A program takes two seconds, and all updates of the built-in model take less. An update that is no chain is an error.
+CHAIN = """
+import pytest
+from reinforce_ada_jax.learning import platform, update
+from tests import standins
+def check(programs, state, batch, *_):
+    assert programs.is_chain(batch), "the update is one program"
+patch = pytest.MonkeyPatch()
+standins.constants(patch, platform, PROGRAM_S=0.0)
+standins.before(patch, update.UpdatePrograms, "__call__", check)
+"""
 ONE = Kind(1)
 # Each update has 4 of 12 prompts, in parts of one response, and each part is a program.
-CHAINED = Kind(1, changes=(("learning.prompts_per_update", 4), ("learning.micro_batches", 16)), chained=True)
+CHAINED = Kind(1, changes=(("learning.prompts_per_update", 4), ("learning.micro_batches", 16)), before=CHAIN)
 KINDS = (
     ONE, Kind(2), Kind(3), Kind(4), CHAINED,
     Kind(2, changes=(("mesh.data", 1), ("mesh.fsdp", 2), ("collection.strategy", "ngu"))),
@@ -62,17 +77,6 @@ LIMIT = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (KILOBYTES * 1024, resource.RLIM_INFINITY))
-"""
-# A program takes two seconds, and all updates of the built-in model take less. An update that is no chain is an error.
-CHAIN = """
-import pytest
-from reinforce_ada_jax.learning import platform, update
-from tests import standins
-def check(programs, state, batch, *_):
-    assert programs.is_chain(batch), "the update is one program"
-patch = pytest.MonkeyPatch()
-standins.constants(patch, platform, PROGRAM_S=0.0)
-standins.before(patch, update.UpdatePrograms, "__call__", check)
 """
 TRAIN = 'import runpy; runpy.run_module("reinforce_ada_jax.train", run_name="__main__")'
 
@@ -103,7 +107,7 @@ class Runs:
         count = kind.processes
         settings = {"evaluation.benchmarks": (self._benchmark,)} | kind.settings()
         flags = ["--config=configs/tiny.py", *(f"--config.{key}={value}" for key, value in settings.items())]
-        before += CHAIN if kind.chained else ""
+        before += kind.before
         how = ("-c", before + TRAIN) if before else ("-m", "reinforce_ada_jax.train")
         arguments = [*how, *flags, f"--workdir={workdir}", *more]
         started = []
@@ -169,23 +173,27 @@ def one_line(text: str) -> bool:
     return len(errors) <= 1 and "Traceback" not in text
 
 
-def _kill_once(runs: Runs, workdir: pathlib.Path, kind: Kind, rng: random.Random) -> str:
-    """Starts a run, ends one of its processes at a random moment, and checks how all of them end."""
+def kill_once(runs: Runs, workdir: pathlib.Path, kind: Kind, rng: random.Random) -> tuple[str, float]:
+    """Starts a run, ends one of its processes at a random moment, and checks how all of them end.
+
+    Returns what it did, and when (`time.time`).
+    """
     how, victim = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)), rng.randrange(kind.processes)
     delay = rng.uniform(0.0, runs.unbroken(kind)[1])
     what = f"{how.name} of process {victim} of {kind} after {delay:.2f} s"
     processes = runs.start(workdir, kind)
     time.sleep(delay)
     processes[victim].send_signal(how)
+    at = time.time()
     codes, said = ended(processes)
-    complete = len(writers.read_metrics(workdir)) == ITERATIONS
+    complete = len(writers.read_metrics(workdir)) == kind.settings()["iterations"]
     # A run that ended before; a process that had no handler yet; all others start again.
     of_victim = {-how, RESTART} if how == signal.SIGTERM else {-how}
     for index, code in enumerate(codes):
         allowed = {RESTART} | (of_victim if index == victim else set()) | ({0} if complete else set())
         assert code in allowed, f"{what}: exit codes {codes}: {said}"
         assert one_line(said[index]), f"{what}: {said[index]}"
-    return what
+    return what, at
 
 
 def kills(bench: Bench) -> None:
@@ -196,7 +204,7 @@ def kills(bench: Bench) -> None:
         with bench.case(f"kills, run {number}, {kind}"):
             unbroken, _ = runs.unbroken(kind)
             workdir = runs.new_folder()
-            whats = [_kill_once(runs, workdir, kind, bench.rng) for _ in range(bench.rng.randrange(1, 4))]
+            whats = [kill_once(runs, workdir, kind, bench.rng)[0] for _ in range(bench.rng.randrange(1, 4))]
             codes, said = ended(runs.start(workdir, kind))
             assert codes == [0] * kind.processes, f"the resume after {whats}: {codes} {said}"
             try:

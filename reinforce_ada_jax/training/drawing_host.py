@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.serialization import CollectedShard, partial_from_text, to_bytes
+from reinforce_ada_jax.collection.serialization import partial_from_text, to_bytes
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Stop
 from reinforce_ada_jax.policy.transformer import Params
@@ -20,7 +21,7 @@ from reinforce_ada_jax.training.drawing_hosts import DRAW, END, REPLY, SO_FAR, W
 from reinforce_ada_jax.training.loop import Ending, Outcome
 from reinforce_ada_jax.training.response_journal import Pace
 from reinforce_ada_jax.training.run import BenchmarkEvaluator, Inputs
-from reinforce_ada_jax.training.sharded_collection import Job, Plan, shard_message, with_plan
+from reinforce_ada_jax.training.sharded_collection import Job, Plan, StoreFn, shard_message, with_plan
 from reinforce_ada_jax.types import Prompt
 
 LOOK_EVERY_S = 0.2
@@ -47,10 +48,7 @@ def follow(inputs: Inputs, rollouts: Rollouts) -> Outcome:
 
 
 def _drawn(inputs: Inputs, rollouts: Rollouts, weights: Params, order: Order) -> bytes:
-    """Draws and grades this process's shard of an order; returns the reply, which says if it was broken off.
-
-    Until then process 0 gets the responses so far, if its journal stores them.
-    """
+    """Draws and grades this process's shard of an order; returns the reply, which says if it was broken off."""
     verifiers, stop = inputs.verifiers, Stop(_is_told_to_stop())
     graders, begin_s = inputs.components.graders(verifiers), verifiers.busy_s
     graders.failure = ""
@@ -63,18 +61,21 @@ def _drawn(inputs: Inputs, rollouts: Rollouts, weights: Params, order: Order) ->
         draw = draw_fn(
             inputs, rollouts, weights, iteration=order.iteration, policy_version=order.policy_version, stop=stop
         )
-    pace, stores = Pace(), rounds_alike(inputs.config) and not order.benchmark
-
-    def store(so_far: Callable[[], CollectedShard]) -> None:
-        if stores:
-            pace.call(lambda: processes.send(0, SO_FAR + to_bytes(so_far())))
-
     plan = Plan(order.estimates, order.draws)
-    job = Job(_chosen(prompts, order), strategy, partial=partial_from_text(order.partial), store=store)
+    partial, store = partial_from_text(order.partial), store_fn(inputs.config, order)
+    job = Job(_chosen(prompts, order), strategy, partial=partial, store=store)
     number = processes.index() - processes.count()
     shard = shard_message(with_plan(job, plan), plan, draw, len(processes.drawing()), number)
     reply = Reply(verifiers.busy_s - begin_s, graders.failure)
     return REPLY + json.dumps(dataclasses.asdict(reply)).encode() + b"\n" + shard
+
+
+def store_fn(config: Config, order: Order, clock: Callable[[], float] = time.monotonic) -> StoreFn:
+    """Returns the function that sends process 0 the responses so far of an order, if the journal stores them."""
+    if order.benchmark or not rounds_alike(config):
+        return lambda _: None
+    pace = Pace(clock)
+    return lambda so_far: pace.call(lambda: processes.send(0, SO_FAR + to_bytes(so_far())))
 
 
 def _chosen(prompts: list[Prompt], order: Order) -> list[Prompt]:
