@@ -59,44 +59,40 @@ class Reply:
 
 
 class _Sent:
-    """What the processes that only draw have sent about one order.
+    """Messages about one order from the processes that only draw.
 
     A process sends its responses so far before its reply. So all of them are received before the next order.
     """
 
     def __init__(self, job: Job):
         self._job = job
-        self._replies: dict[int, bytes] = {}  # by process
-        self._newest: dict[int, bytes] = {}  # responses so far, in process 0; of a reply, its shard
+        self._newest: dict[int, bytes] = {}  # message of each process: a reply, or in process 0 responses so far
 
     def reply(self, process: int, look: Callable[[], None]) -> bytes:
-        """Waits for the reply of a process; stores the responses of all of them meanwhile, and calls `look`."""
+        """Waits for the reply of a process; meanwhile calls `look`, and stores the responses of all processes."""
 
         def waiting() -> None:
             look()
             for other in processes.drawing():
-                while other != process and other not in self._replies and processes.has_sent(other):
-                    self._receive(other, look)
+                while other != process and not self._has_replied(other) and processes.has_sent(other):
+                    self._newest[other] = processes.receive(other)
             if self._newest and processes.is_writer():
                 self._job.store(self._so_far)
 
-        while process not in self._replies:
-            self._receive(process, waiting)
-            if process not in self._replies:
+        while not self._has_replied(process):
+            self._newest[process] = processes.receive(process, waiting)
+            if not self._has_replied(process):
                 waiting()
-        return self._replies[process]
+        return self._newest[process]
 
-    def _receive(self, process: int, waiting: Callable[[], None]) -> None:
-        message = processes.receive(process, waiting)
-        kind, content = message[:1], message[1:]
-        if kind == REPLY:
-            self._replies[process] = content
-            content = content.partition(b"\n")[2][1:]  # without report and first byte
-        self._newest[process] = content
+    def _has_replied(self, process: int) -> bool:
+        return self._newest.get(process, SO_FAR).startswith(REPLY)
 
     def _so_far(self) -> CollectedShard:
         collected = CollectedShard([])
-        for content in self._newest.values():
+        for process, message in self._newest.items():
+            # Of a reply the shard, behind the line of its report and its own first byte.
+            content = message.partition(b"\n")[2][1:] if self._has_replied(process) else message[1:]
             collected.add_rollouts(from_bytes(content, self._job.prompts))
         return collected
 
@@ -153,7 +149,7 @@ class DrawingHosts:
     def _received(self, messages: Sequence[bytes]) -> list[bytes]:
         """Returns the shards in replies, and keeps what else they say."""
         headers, _, shards = zip(*(message.partition(b"\n") for message in messages), strict=True)
-        replies = [Reply(**json.loads(header)) for header in headers]
+        replies = [Reply(**json.loads(header.removeprefix(REPLY))) for header in headers]
         self._verifiers.busy_s += max(reply.verify_s for reply in replies)
         for reply in replies:
             self._graders.failure = self._graders.failure or reply.failure

@@ -156,7 +156,7 @@ def _interrupted(run: Run, state: RunState) -> Outcome:
     if state.donated or not (is_saved or run.stop.has_time(run.checkpoints.times.expected_s(state.num_bytes))):
         return Outcome(ending, f"{event}; {_not_saved(run, state)} {_resuming(run)}", state)
     save(run, state)
-    more = f"{written:,} responses of the next one are stored. " if written else ""
+    more = f"{written:,} responses of the next collection are stored. " if written else ""
     return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {more}{_resuming(run)}", state)
 
 

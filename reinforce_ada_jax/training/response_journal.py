@@ -59,7 +59,7 @@ class Pace:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Origin:
-    """What a collection is drawn from."""
+    """Weights and choice of prompts that a collection is drawn from."""
 
     iteration: int
     weights: LearnerState | Params

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
 import threading
 import time
@@ -254,6 +255,16 @@ def test_a_run_that_was_asked_to_end_draws_the_collection_in_flight_again(unbrok
     }[number]  # fmt: skip
     assert outcome.ending is ending and re.match(rf"{reason}; iteration [12] is saved\.", outcome.message)
     train(tmp_path / "run")
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_collections_that_are_stored_are_not_drawn_again(unbroken, tmp_path, monkeypatch):
+    """Without a checkpoint the run begins again, and takes all of them, also those that it drew ahead."""
+    with running.responses_kept():
+        train(tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+        standins.not_called(monkeypatch, drawing, "collect")
+        assert train(tmp_path / "run").ending is Ending.FINISHED
     assert_same_run(tmp_path / "run", unbroken)
 
 

@@ -32,7 +32,7 @@ def responses(name, count):
 
 
 def so_far(process, count):
-    """What a process sends that has this many responses to each of its prompts."""
+    """Message of a process that has this many responses to each of its prompts."""
     partial = {name: PartialRollouts(responses(name, count), (), 0, (4,)) for name in SHARDS[process]}
     return SO_FAR + to_bytes(CollectedShard([], partial, {"tokens": count}))
 
@@ -75,7 +75,7 @@ class Line:
 
 
 class NoEngine(Engine):
-    """Where nothing is drawn."""
+    """Stands in for an engine that draws nothing."""
 
     def __init__(self):
         self.hand_over = True
@@ -88,7 +88,7 @@ def hosts():
 
 
 def collected(hosts, line, stop=None):
-    """What `collect_shards` returns, and (second, responses by prompt, counts) of each look at what is stored."""
+    """(what `collect_shards` returns, (second, responses by prompt, counts) of each call of its `store`)."""
     looks = []
 
     def store(get):

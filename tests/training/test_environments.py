@@ -196,7 +196,7 @@ def test_a_collection_that_is_broken_off_between_turns_keeps_its_finished_rounds
     line = lines[len(lines) // 2]
     [(code, said)] = ended_between_turns(task, lambda: [started(settings, ended)], line, signal.SIGTERM)
     assert code == RESTART
-    kept = int(re.search(r"iteration 1 is saved. (\d+) responses of the next one are stored", said)[1])
+    kept = int(re.search(r"iteration 1 is saved. (\d+) responses of the next collection are stored", said)[1])
     assert kept > 4 and f"iteration 2 begins with {kept} stored responses" in finished(settings, ended)
     assert_same_bits(ended, whole)
     for line, expected in zip(reproducible(ended), reproducible(whole), strict=True):

@@ -251,7 +251,7 @@ def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds, monk
     assert outcome.ending is Ending.PREEMPTED
     if seconds == 1.0:
         assert outcome.message.startswith(
-            "told to end; iteration 4 is saved. 7 responses of the next one are stored. python -m"
+            "told to end; iteration 4 is saved. 7 responses of the next collection are stored. python -m"
         )
     else:
         assert outcome.message.startswith(

@@ -128,7 +128,7 @@ def test_twenty_sigterms_change_no_bit(tmp_path, count):
     said = "\n".join(said)
     phases = set(re.findall("^at ([a-z]+)", said, re.MULTILINE))
     assert {"collecting", "evaluating", "updating"} <= phases, phases
-    broken_off = len(re.findall(r"[1-9]\d* responses of the next one are stored", said))
+    broken_off = len(re.findall(r"[1-9]\d* responses of the next collection are stored", said))
     assert broken_off > 3 if count == 1 else broken_off == 0
     assert len(re.findall(r"begins with \d+ stored responses", said)) > 3
     ended(start(workdir, count, [unharmed] * count), 0)
@@ -264,7 +264,7 @@ def unbroken_split(tmp_path_factory):
 
 
 @pytest.mark.slow  # the messages are in test_drawing_hosts.py, the files in test_response_journal.py
-@pytest.mark.parametrize("iteration", [1, 3])  # of which the second one is drawn ahead
+@pytest.mark.parametrize("iteration", [1, 3])  # the third is drawn ahead
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_keeps_what_a_process_that_only_draws_has_so_far(unbroken_split, tmp_path, victim, iteration):
     stored = ALWAYS_STORED + COUNTED
