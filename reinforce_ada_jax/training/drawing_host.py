@@ -15,7 +15,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Stop
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.training.components import rounds_alike
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.drawing import draw_fn
 from reinforce_ada_jax.training.drawing_hosts import DRAW, END, REPLY, SO_FAR, WEIGHTS, Order, Reply
 from reinforce_ada_jax.training.loop import Ending, Outcome
@@ -72,7 +72,7 @@ def _drawn(inputs: Inputs, rollouts: Rollouts, weights: Params, order: Order) ->
 
 def store_fn(config: Config, order: Order, clock: Callable[[], float] = time.monotonic) -> StoreFn:
     """Returns the function that sends process 0 the responses so far of an order, if the journal stores them."""
-    if order.benchmark or not rounds_alike(config):
+    if order.benchmark or not components_lib.rounds_alike(config):
         return lambda _: None
     pace = Pace(clock)
     return lambda so_far: pace.call(lambda: processes.send(0, SO_FAR + to_bytes(so_far())))

@@ -216,9 +216,9 @@ def drawn(inputs, rollouts, weights, order, original=drawing_host._drawn):
 
 drawing_host._drawn = drawn
 """
-# Ends itself a moment after it has sent responses of an iteration for the third time; process 0 has stored them.
+# Ends itself after it has sent responses of an iteration for the third time, a moment after process 0 has stored some.
 DRAWER_ENDS = """
-import os, signal, time
+import os, signal, sys, time
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.training.drawing_hosts import SO_FAR
 
@@ -230,7 +230,10 @@ def of_iteration(inputs, rollouts, weights, order, original=drawing_host._drawn)
         original(process, message)
         left -= message.startswith(SO_FAR) and order.iteration == {iteration}
         if not left:
-            time.sleep(3)
+            (workdir,) = (flag.partition("=")[2] for flag in sys.argv if flag.startswith("--workdir="))
+            while not os.path.exists(f"{{workdir}}/unfinished/{iteration:06d}.responses"):
+                time.sleep(0.1)
+            time.sleep(2)
             os.kill(os.getpid(), signal.SIGKILL)
 
     processes.send, before = send, processes.send
