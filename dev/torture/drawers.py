@@ -1,5 +1,6 @@
 """Pods in which some processes only draw, killed while they do: what is lost, and what is drawn twice."""
 
+import functools
 import io
 import json
 import pathlib
@@ -11,6 +12,7 @@ import numpy as np
 
 from dev.torture.bench import Bench
 from dev.torture.runs import Kind, Runs, assert_same_bits, ended, kill_once
+from tests.forked import Forked
 
 # Drawing takes most of the time. Each process that draws logs its responses (time, iteration, prompt, draw) beside the
 # work directory. They are stored twice a second. Invariant numerics are made for one device of each side: here several
@@ -40,9 +42,12 @@ CHANGES = (
     ("sampling.slots", 4),
 )  # fmt: skip
 KINDS = tuple(
-    Kind(learning + drawing, 1, (*CHANGES, ("mesh.data", learning), ("mesh.sampler", drawing)), True, SLOW)
-    for learning, drawing in ((1, 1), (2, 1), (1, 2))
-)
+    Kind(
+        learning + drawing, 1,
+        (*CHANGES, ("mesh.data", learning), ("mesh.sampler", drawing), ("collection.strategy", strategy)), True, SLOW,
+    )
+    for learning, drawing, strategy in ((1, 1, "balance"), (2, 1, "balance"), (1, 2, "dapo"))
+)  # fmt: skip
 # Seconds after which a response is stored: two periods of a quarter, one of waiting, and those of a busy machine.
 STORED_S = 5.0
 
@@ -66,6 +71,15 @@ class Log:
     def __init__(self, workdir: pathlib.Path):
         self._workdir, self._file, self._num_read = workdir, workdir.with_name(f"{workdir.name}-drawn"), 0
         self.num_stored = self.num_lost = 0  # of incomplete iterations, at the end of each start
+
+    def num_lines(self) -> int:
+        """Returns the number of responses so far."""
+        return self._file.read_bytes().count(b"\n") if self._file.exists() else 0
+
+    def wait(self, number: int, processes: list[Forked]) -> None:
+        """Waits until a start has drawn this number of responses, or has ended."""
+        while self.num_lines() < self._num_read + number and all(process.poll() is None for process in processes):
+            time.sleep(0.05)
 
     def check(self, before: Addresses, ended_at: float) -> None:
         """Checks a start at whose beginning some responses were stored, and which ended at this time."""
@@ -97,7 +111,8 @@ def drawers(bench: Bench) -> None:
             try:
                 for _ in range(bench.rng.randrange(1, 4)):
                     before = stored(workdir)
-                    what, at = kill_once(runs, workdir, kind, bench.rng)
+                    number = bench.rng.randrange(1, max(2, Log(unbroken).num_lines() - log.num_lines()))
+                    what, at = kill_once(runs, workdir, kind, bench.rng, functools.partial(log.wait, number))
                     whats.append(what)
                     num_kills += 1
                     log.check(before, at)

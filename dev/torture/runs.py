@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -173,18 +173,28 @@ def one_line(text: str) -> bool:
     return len(errors) <= 1 and "Traceback" not in text
 
 
-def kill_once(runs: Runs, workdir: pathlib.Path, kind: Kind, rng: random.Random) -> tuple[str, float]:
+def kill_once(
+    runs: Runs,
+    workdir: pathlib.Path,
+    kind: Kind,
+    rng: random.Random,
+    wait: Callable[[list[Forked]], None] | None = None,
+) -> tuple[str, float]:
     """Starts a run, ends one of its processes at a random moment, and checks how all of them end.
 
-    Returns what it did, and when (`time.time`).
+    Waits with `wait`, or for a random part of the time of an undisturbed run. Returns what it did, and when
+    (`time.time`).
     """
     how, victim = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)), rng.randrange(kind.processes)
     delay = rng.uniform(0.0, runs.unbroken(kind)[1])
-    what = f"{how.name} of process {victim} of {kind} after {delay:.2f} s"
-    processes = runs.start(workdir, kind)
-    time.sleep(delay)
+    began, processes = time.time(), runs.start(workdir, kind)
+    if wait is None:
+        time.sleep(delay)
+    else:
+        wait(processes)
     processes[victim].send_signal(how)
     at = time.time()
+    what = f"{how.name} of process {victim} of {kind} after {at - began:.2f} s"
     codes, said = ended(processes)
     complete = len(writers.read_metrics(workdir)) == kind.settings()["iterations"]
     # A run that ended before; a process that had no handler yet; all others start again.

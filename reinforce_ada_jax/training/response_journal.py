@@ -37,7 +37,10 @@ EVERY_S, MOST_SHARE = 60.0, 0.02
 
 
 class Pace:
-    """Rate of an action: once in EVERY_S, or twice where what was sent is up to one period old when it is written."""
+    """Rate at which responses so far are sent and written: once in EVERY_S; twice in a run of several processes.
+
+    What was sent is up to one period old when it is written.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         """The first call is due after a period; `clock` counts seconds."""
