@@ -161,7 +161,9 @@ def test_packed_equals_unpacked(options):
     )
     assert metrics.clip_fraction > 0.1
     assert_trees_close(packed_metrics, metrics, rtol=1e-5, atol=1e-6)
-    assert_trees_close(gradient(packed), gradient(state), rtol=1e-5, atol=1e-6)
+    # A sum over tokens is larger than their mean by a response's length, and so is its rounding.
+    length = np.mean(RESPONSE_LENGTHS) if options.get("aggregation") == "seq-mean-token-sum" else 1.0
+    assert_trees_close(gradient(packed), gradient(state), rtol=1e-5, atol=1e-6 * length)
 
 
 @pytest.mark.slow  # test_context.py has packed rows on eight devices
