@@ -199,9 +199,10 @@ def test_in_bfloat16_the_gap_is_that_of_a_run_of_all_weights(tmp_path):
         train_once(tiny(**settings, **{"lora.rank": rank}), tmp_path / str(rank))
         found.append([line["update/logprob_gap"] for line in writers.read_metrics(tmp_path / str(rank))])
     # Engine and learner round the same numbers. Largest of three iterations, seeds 0, 1, 2: 1e-9, 8e-10, 9e-6 with all
-    # weights, and 4e-7, 2e-7, 1e-6 with adapters. With adapters in bfloat16 in the engine alone it is 5e-5, and where
-    # they are merged into bfloat16 weights 2e-3.
-    assert max(map(max, found)) < 1e-5
+    # weights (2e-5 on a processor with AVX2), and 4e-7, 2e-7, 1e-6 with adapters. With adapters in bfloat16 in the
+    # engine alone it is 5e-5, and where they are merged into bfloat16 weights 2e-3.
+    of_all, of_adapters = map(max, found)
+    assert of_adapters < 1e-5 and of_all < 1e-4
 
 
 def test_without_a_rank_there_is_no_base(tmp_path, begin, capsys):
