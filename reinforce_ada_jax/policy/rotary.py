@@ -57,7 +57,7 @@ def from_config(parameters: dict[str, Any], theta: float, rotary_dim: int = 0) -
     kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "default":
         return None
-    if kind not in NEEDED or (kind == "longrope" and not rotary_dim):
+    if not isinstance(kind, str) or kind not in NEEDED or (kind == "longrope" and not rotary_dim):
         raise ValueError(
             f"config.json asks for rotary scaling {kind!r:.80}; supported are the default, {', '.join(NEEDED)}. Remove "
             "rope_scaling if the model is to be used within its original length."

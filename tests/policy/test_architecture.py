@@ -440,6 +440,7 @@ def test_a_rotary_base_that_is_left_out_is_that_of_transformers():
             "heads of 0 numbers .*hidden_size 2560 / num_attention_heads 4096",
         ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rotary scaling 'longrope'.*Remove rope_scaling"),
+        ({"rope_scaling": {"rope_type": []}}, r"rotary scaling \[\].*Remove rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' but lacks original_max_position_embeddings"),
         (
             {
