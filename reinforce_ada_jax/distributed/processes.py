@@ -70,9 +70,10 @@ def initialize(*, cluster: bool) -> None:
     seconds = _join_seconds()
     with _ending_after(seconds):
         jax.distributed.initialize(address, number, own, initialization_timeout=math.ceil(seconds) + 60)
-    if count() > 1:
+    number, own = _members()
+    if number > 1:
         try:
-            _join_watchdog()
+            _join_watchdog(number, own)
         except UnreachableError as error:
             cli.fail(error, RESTART)
 
@@ -135,12 +136,23 @@ def _coordination() -> tuple[Any, str]:
     return store, address
 
 
-def _join_watchdog() -> None:
+def _members() -> tuple[int, int]:
+    """Returns the number of all processes, and this one's, as JAX's coordinator has them.
+
+    `total` and `index` ask the devices. They wait until all processes have named theirs, and if one of them dies, JAX
+    ends the others with a stack trace.
+    """
+    from jax._src import distributed as jax_distributed  # noqa: PLC0415  (the numbers have no public name)
+
+    return jax_distributed.global_state.num_processes or 1, jax_distributed.global_state.process_id or 0
+
+
+def _join_watchdog(number: int, own: int) -> None:
     global _watchdog  # noqa: PLW0603  (as the processes' connection in JAX itself: one for a process, from start to end)
     store, address = _coordination()
     key = "reinforce_ada_jax/watchdog"
-    _watchdog = Watchdog(index(), count())
-    if index() == 0:
+    _watchdog = Watchdog(own, number)
+    if own == 0:
         store.key_value_set(key, _watchdog.listen(_host(os.environ.get(BIND, ""))))
     else:
         try:

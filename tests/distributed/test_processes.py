@@ -452,6 +452,39 @@ def test_processes_that_can_not_reach_each_other_say_so_in_a_line():
     assert "Traceback" not in refused
 
 
+# Process 1 dies between the first message to JAX's coordinator and the first look at devices, where JAX waits for it.
+VANISHING = """
+import os, signal, sys
+import jax
+from reinforce_ada_jax.distributed import processes, watchdog
+watchdog.JOIN_S = 3
+def end():
+    if os.environ[processes.INDEX] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+def initialize(*arguments, real=jax.distributed.initialize, **settings):
+    real(*arguments, **settings)
+    if sys.argv[1] == "before the watchdog":
+        end()
+jax.distributed.initialize = initialize
+with processes.joined(cluster=False):
+    end()
+    jax.devices()
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        ("before the watchdog", "process 0 waited 3 s for process 1 of 2 to connect"),
+        ("before devices", "process 1 of 2 is gone"),
+    ],
+)
+def test_a_process_that_dies_in_the_start_ends_the_others(when, said):
+    (_, err, code), (_, _, victim) = joining("127.0.0.1", when, script=VANISHING)
+    assert victim == -signal.SIGKILL and code == RESTART, err
+    assert said in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_who_waits_for_a_process_that_never_starts_says_so_in_a_line(index):
     with socket.socket() as free:
