@@ -173,7 +173,7 @@ def _storage_errors() -> Iterator[None]:
     try:
         yield
     except BucketError as error:
-        fail(f"{error}. Run the same command again when it answers.", STOPPED)
+        fail(f"{error}. Run the same command again when the server answers.", STOPPED)
     except OSError as error:
         if error.errno not in _OF_DISKS:
             raise

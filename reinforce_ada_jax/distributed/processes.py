@@ -127,11 +127,16 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
+def _known_to_jax() -> Any:
+    """Returns what JAX's coordinator has told this process: addresses, numbers and the key-value store."""
+    from jax._src import distributed as jax_distributed  # noqa: PLC0415  (it has no public name)
+
+    return jax_distributed.global_state
+
+
 def _coordination() -> tuple[Any, str]:
     """Returns JAX's key-value store of the processes, and the address of process 0."""
-    from jax._src import distributed as jax_distributed  # noqa: PLC0415  (its key-value store has no public name)
-
-    store, address = jax_distributed.global_state.client, jax_distributed.global_state.coordinator_address
+    store, address = _known_to_jax().client, _known_to_jax().coordinator_address
     assert store is not None and address is not None  # `initialize` has joined the run
     return store, address
 
@@ -142,9 +147,7 @@ def _members() -> tuple[int, int]:
     `total` and `index` ask the devices. They wait until all processes have named theirs, and if one of them dies, JAX
     ends the others with a stack trace.
     """
-    from jax._src import distributed as jax_distributed  # noqa: PLC0415  (the numbers have no public name)
-
-    return jax_distributed.global_state.num_processes or 1, jax_distributed.global_state.process_id or 0
+    return _known_to_jax().num_processes or 1, _known_to_jax().process_id or 0
 
 
 def _join_watchdog(number: int, own: int) -> None:

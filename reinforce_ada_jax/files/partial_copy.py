@@ -37,7 +37,7 @@ Watch = Callable[[range, str], Iterable[int]]  # gets numbers and what they coun
 class Source(NamedTuple):
     """A file elsewhere: its URL, its size in bytes, and arguments of the file system that pin its version."""
 
-    source: str
+    url: str
     size: int
     version: dict[str, Any]
 
@@ -54,7 +54,7 @@ class PartialCopy:
         home = _blocks_folder(header.parent)
         self.file, self._sums_file = home / header.name, home / f"{header.name}.crc"
         about = durable.read_object(home / f"{header.name}.json", f"Remove {header.parent} and {home}.")
-        self._source, self._size, self._version = about["source"], about["size"], about["version"]
+        self._url, self._size, self._version = about["url"], about["size"], about["version"]
         self._there = np.zeros(-(-self._size // BLOCK), bool)  # blocks whose CRC this process has compared
         for file, size in ((self.file, self._size), (self._sums_file, 4 * len(self._there))):
             with file.open("ab") as stream:
@@ -63,7 +63,7 @@ class PartialCopy:
 
     @functools.cached_property
     def _file_system(self) -> Any:
-        if not self._source.startswith(HUB):
+        if not self._url.startswith(HUB):
             return buckets.file_system()
         from huggingface_hub import HfFileSystem  # noqa: PLC0415  (0.6 s; a model in a folder does not need it)
 
@@ -116,12 +116,12 @@ class PartialCopy:
 
     def _request(self, blocks: range) -> int:
         begin, end = blocks.start * BLOCK, min(blocks.stop * BLOCK, self._size)
-        with buckets.reachable(self._source):
-            path = self._source.partition("://")[2]
+        with buckets.reachable(self._url):
+            path = self._url.partition("://")[2]
             content = self._file_system.cat_file(path, begin, end, **self._version)
             if len(content) != end - begin:
                 raise buckets.BucketError(
-                    f"{self._source}: of the {end - begin:,} bytes from {begin:,} on {len(content):,} came"
+                    f"{self._url}: of the {end - begin:,} bytes from {begin:,} on {len(content):,} came"
                 )
         view = memoryview(content)
         sums = np.array([zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)], "<u4")
@@ -227,6 +227,6 @@ def fetch(url: str) -> pathlib.Path:
         name: Source(f"{url}/{name}", int(found[name]["size"]), {"generation": found[name].get("generation")})
         for name in weights
     }
-    whole = [name for name in found if name not in sources]
-    make(folder, sources, lambda new: buckets.download(url, whole, new))
+    others = [name for name in found if name not in sources]
+    make(folder, sources, lambda new: buckets.download(url, others, new))
     return folder

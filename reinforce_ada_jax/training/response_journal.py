@@ -66,7 +66,7 @@ class _Origin:
 
     iteration: int
     weights: LearnerState | Params
-    selection: str  # hash of the state that chose the prompts; weights drawn ahead from don't tell the prompts
+    selection: str  # hash of the state that chose the prompts, which weights that are drawn ahead from do not determine
 
 
 class ResponseJournal:

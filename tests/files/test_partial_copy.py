@@ -12,6 +12,7 @@ import safetensors
 from safetensors.numpy import save
 
 from reinforce_ada_jax.files import buckets, partial_copy
+from reinforce_ada_jax.training import components
 from tests import forked, standins
 from tests.bucket_server import needs_gcsfs
 from tests.running import environment
@@ -199,6 +200,12 @@ def test_another_version_is_another_folder_and_none_is_mixed(server, model):
     copied(found(partial_copy.fetch(model)), slice(None))
     np.testing.assert_array_equal(rows_of(found(partial_copy.fetch(model)), slice(None)), -TENSOR)
     np.testing.assert_array_equal(rows_of(partial, slice(0, 100)), TENSOR[:100])
+
+
+def test_processes_that_find_different_versions_are_told(model, monkeypatch):
+    standins.of_processes(monkeypatch, exchange=lambda own: [own, b"another version"])
+    with pytest.raises(ValueError, match=f"the versions of {model} differ between process 0 and process 1 of 2"):
+        components.model_folder(model)
 
 
 def test_an_error_in_the_middle_keeps_what_was_copied(server, model, monkeypatch):
