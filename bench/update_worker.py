@@ -23,6 +23,7 @@ from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, M
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import from_hf
@@ -71,7 +72,7 @@ class UpdateWorker:
         devices: int,
     ):
         """`sizes` has the fields of `Sizes`."""
-        self.sizes, self.per_row = Sizes(**sizes), per_row
+        self.sizes = Sizes(**sizes)
         mesh = mesh_lib.make_mesh(data=devices)
         config = Config(
             seed=self.sizes.seed,
@@ -103,7 +104,7 @@ class UpdateWorker:
             "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(self.params)),
         }
 
-    def _batch(self, examples: list[dict[str, Any]], per_row: int, leave_out: bool = False) -> Batch:
+    def _batch(self, examples: list[dict[str, Any]], layout: RowLayout | None = None, leave_out: bool = False) -> Batch:
         def example(number: int, one: dict[str, Any]) -> Example:
             tokens = np.array(one["response"], np.int32)
             logprobs = np.array(one.get("old_logprobs", np.zeros(len(tokens))), np.float32)
@@ -117,13 +118,13 @@ class UpdateWorker:
             max_prompt_tokens=self.sizes.prompt_tokens,
             max_response_tokens=self.sizes.response_tokens,
             num_rows=self.sizes.rows,
-            per_row=per_row,
+            layout=layout,
             micro_rows=micro_rows,
         )
 
     def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
         """Returns log-probabilities of each response's tokens, and those under neighbours of the weights."""
-        batch = self.learner.put(self._batch(examples, per_row=1))
+        batch = self.learner.put(self._batch(examples))
 
         def scored(params: Params) -> list[list[float]]:
             rows = np.asarray(self.learner.score(params, batch)).reshape(self.sizes.rows, -1)
@@ -136,7 +137,7 @@ class UpdateWorker:
 
         With `leave_out` responses whose advantage is 0 are left out of it, as in training.
         """
-        self.batch = self._batch(examples, self.per_row, leave_out)
+        self.batch = self._batch(examples, self.learner.layout, leave_out)
         self.state = self.learner.init(self.params)
         del self.params  # the state has them
         return {"rows": int((self.batch.response_length.sum(axis=-1) > 0).sum())}

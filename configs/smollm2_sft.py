@@ -25,8 +25,6 @@ def get_config() -> ConfigDict:
     config.sampling.max_response_tokens = 48
     config.collection.prompts_per_iteration = 32
     config.learning.prompts_per_update = 32
-    config.learning.responses_per_row = 4
-    config.learning.remat = "full"  # 3 GB of memory in place of 5
     config.learning.learning_rate = 5e-5
     config.learning.warmup_updates = 5
     config.learning.b2 = 0.95

@@ -355,7 +355,10 @@ class LearningConfig:
         "most 2,048 tokens; elsewhere one.", values.NOT_NEGATIVE, rule="updates_are_whole_micro_batches",
     )  # fmt: skip
     responses_per_row: int = setting(
-        16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.MANY
+        16,
+        "Most responses in one row of max_prompt_tokens + max_response_tokens; on CPUs short rows are joined, and "
+        "have a prompt once for its responses (docs/architecture.md); 1: no packing.",
+        values.MANY,
     )
     attention: str = setting(
         "auto", 'Learner attention; "blocks": in blocks of queries; "splash": JAX\'s TPU kernels; "cudnn": those of '

@@ -34,6 +34,7 @@ from reinforce_ada_jax.learning.token_losses import LossConfig
 from reinforce_ada_jax.learning.update import LearnerState, UpdatePrograms, Version, expert_sums
 from reinforce_ada_jax.policy import experts, invariant, lora, transformer
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.blocked_attention import Shared
 from reinforce_ada_jax.policy.transformer import Execution, Params, RowAttend, causal_attend
 
 
@@ -60,6 +61,8 @@ def response_logprobs(
     parts = 1 if head.mesh is None else head.mesh.shape["context"]
     cut, join = (functools.partial(function, count=parts) for function in (mesh_lib.cut_rows, mesh_lib.join_rows))
     model, routing = transformer.merge(architecture, params), experts.FREE
+    if batch.shared_ids is not None:  # rows are whole (`platform.row_layout`)
+        attend = functools.partial(attend, shared=Shared(batch.shared_ids, batch.positions))
     if architecture.num_experts:
         replayed = None if batch.experts is None else cut(batch.experts)
         routing = experts.Routing(replayed, counted=cut(batch.segment_ids) < batch.max_segments)
@@ -107,6 +110,7 @@ class Learner:
         """Makes the programs; nothing is compiled."""
         self.architecture, self.mesh = architecture, mesh
         platform = mesh.devices.flat[0].platform
+        self.layout = platform_lib.row_layout(mesh, config, architecture)
         self.micro_rows = platform_lib.micro_rows_on(mesh, config, architecture)
         self._is_invariant = config.model.numerics == "invariant"
         if self._is_invariant:

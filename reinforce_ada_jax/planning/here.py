@@ -41,8 +41,10 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     collect = scale * rounds * response * step + prompts * config.data.max_prompt_tokens * token
     # The forward pass has these products once, the backward pass twice, and once more if it computes layers again.
     chosen = platform.of_mesh(components.mesh, config.learning, architecture, jnp.dtype(dtype))
-    row_tokens = prompts * config.collection.group_size * (config.data.max_prompt_tokens + response)
-    update = (3 if chosen.remat == "dots" else 4) * row_tokens * token
+    group_size = config.collection.group_size
+    shares = platform.row_layout(components.mesh, config, architecture).shares_prompts
+    of_group = group_size * response + (1 if shares else group_size) * config.data.max_prompt_tokens
+    update = (3 if chosen.remat == "dots" else 4) * prompts * of_group * token
     both = collect + update
     return (
         f"time        about {_time(both)} an iteration here: {_time(collect)} to draw, {_time(update)} to update, if "

@@ -30,13 +30,21 @@ Segments = Int[Array, "B T"] | None
 Sinks = Float[Array, "K G"] | None  # as `LayerPlace.sinks`
 
 
+class Shared(NamedTuple):
+    """Segments that several others of a row continue."""
+
+    ids: Int[Array, "B T"]  # of the segment that a token sees beside its own, or its own
+    positions: Int[Array, "B T"]  # of each token in its sequence, by which windows reach
+
+
 class Visible(NamedTuple):
-    """Positions of queries among keys: a query sees keys of its own segment, within reach and not after itself."""
+    """Positions of queries among keys: a query sees keys of its segments, within reach and not after itself."""
 
     segment_ids: Segments  # of queries
     reach: Int[Array, ""] | None  # as `LayerPlace.reach`
     key_segment_ids: Segments = None  # of the whole row, if the queries are those of a part; None: as `segment_ids`
     first: Int[Array, ""] | None = None  # place of the part in the row; None: the queries are those of the whole row
+    shared: Shared | None = None  # a row has prompts once for several segments
 
     def end(self, key: Array, end: int) -> int:
         """Returns the number of keys that queries before `end` may see, as far as the compiler knows."""
@@ -68,10 +76,16 @@ def _scores(query: Queries, key: Keys, sees: Visible, first: int, end: int) -> F
         query_place = query_place + sees.first
     seen = (query_place >= key_place)[None]
     if sees.reach is not None:
-        seen = seen & (query_place - key_place < sees.reach)[None]
+        distance = (query_place - key_place)[None]
+        if sees.shared is not None:
+            distance = sees.shared.positions[:, first:end, None] - sees.shared.positions[:, None, :last]
+        seen = seen & (distance < sees.reach)
     if sees.segment_ids is not None:
         of_keys = sees.segment_ids if sees.key_segment_ids is None else sees.key_segment_ids
-        seen = seen & (sees.segment_ids[:, first:end, None] == of_keys[:, None, :last])
+        own = sees.segment_ids[:, first:end, None] == of_keys[:, None, :last]
+        if sees.shared is not None:
+            own = own | (sees.shared.ids[:, first:end, None] == of_keys[:, None, :last])
+        seen = seen & own
     by_head = scores.reshape(*query.shape[:3], end - first, last)
     return jnp.where(seen[:, None, None], by_head, MASKED).reshape(scores.shape)
 
@@ -126,9 +140,12 @@ def _backward(residuals, d_mixed):
 _attention.defvjp(_forward, _backward)
 
 
-def attend(query, key, value, layer, segment_ids: Segments = None):
-    """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments."""
-    return _attend(query, key, value, layer.sinks, Visible(segment_ids, layer.reach))
+def attend(query, key, value, layer, segment_ids: Segments = None, *, shared: Shared | None = None):
+    """Computes causal attention: a token sees itself and those before it, in its own segment if there are segments.
+
+    With `shared` it also sees those before it in the segment that its own continues.
+    """
+    return _attend(query, key, value, layer.sinks, Visible(segment_ids, layer.reach, shared=shared))
 
 
 def attend_parts(query, key, value, layer, segment_ids: Segments = None, *, mesh: Mesh):

@@ -104,10 +104,11 @@ def supervised_batch(run: Run, rows: Sequence[Demonstration]) -> Batch:
         )
         for row in rows
     ]
+    layout = run.learner.layout
     batch = make_batch(
         examples, max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
-        num_rows=config.learning.prompts_per_update, per_row=config.learning.responses_per_row,
+        num_rows=config.learning.prompts_per_update // layout.joined, layout=layout,
     )  # fmt: skip
     return run.learner.put(batch)
 

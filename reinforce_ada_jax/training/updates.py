@@ -86,16 +86,17 @@ def examples(group: Group, factor: float) -> list[Example]:
     ]
 
 
-def batch_rows(config: Config, strategy: Strategy, micro_rows: int, rows: int = 0) -> int:
+def batch_rows(config: Config, strategy: Strategy, learner: Learner, responses: int = 0) -> int:
     """Returns the number of rows that a minibatch is padded to: constant in a run, so nothing recompiles.
 
-    Each response may need a row of its own. If a strategy may keep any number of responses, the rows double until
-    `rows` fit. Padding costs memory, not time.
+    Each response may be as long as the limit, so a row has room for `joined` of them. If a strategy may keep any number
+    of responses, the rows double until `responses` fit. Padding costs memory, not time.
     """
+    joined, micro_rows = learner.layout.joined, learner.micro_rows
     if strategy.max_kept is not None:
-        return micro_rows * -(-config.learning.prompts_per_update * strategy.max_kept // micro_rows)
-    size = config.learning.prompts_per_update * config.collection.group_size
-    while size < rows:
+        return micro_rows * -(-config.learning.prompts_per_update * strategy.max_kept // (joined * micro_rows))
+    size = config.learning.prompts_per_update * config.collection.group_size // joined
+    while joined * size < responses:
         size *= 2
     return size
 
@@ -109,7 +110,7 @@ def _batch(
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
         num_rows=rows,
-        per_row=config.learning.responses_per_row,
+        layout=learner.layout,
         micro_rows=micro_rows,
         # With coefficients the entropy and the KL term are means over the first rounds, not over all rows.
         regularized=config.regularized and strategy.coefficients is not None,
@@ -124,7 +125,7 @@ def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batc
         micro = dataclasses.replace(micro, reference_logprobs=micro.behaviour_logprobs)
     if scores_in_update(config):
         micro = dataclasses.replace(micro, old_logprobs=None)
-    micro_batches = batch_rows(config, strategy, learner.micro_rows) // learner.micro_rows
+    micro_batches = batch_rows(config, strategy, learner) // learner.micro_rows
 
     def abstract(x: np.ndarray) -> jax.ShapeDtypeStruct:
         sharding = mesh_lib.sharding(learner.mesh, (None, "batch", *[None] * (x.ndim - 1)))
@@ -164,7 +165,7 @@ def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list
             continue
         factor = coefficient_factor(config, dealt, rounds)
         sequences = [example for group in dealt for example in examples(group, factor)]
-        rows = batch_rows(config, run.strategy, run.learner.micro_rows, len(sequences))
+        rows = batch_rows(config, run.strategy, run.learner, len(sequences))
         micro_rows = None if config.regularized or run.learner.loss_needs_all else run.learner.micro_rows
         batch = _batch(config, run.strategy, run.learner, sequences, rows, micro_rows)
         if minibatches:

@@ -10,6 +10,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.learning.batch import Example, make_batch
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.training.updates import examples
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.policy import recording
@@ -51,7 +52,7 @@ def test_recorded_experts_stand_at_their_tokens():
         return row._replace(response=dataclasses.replace(row.response, experts=record))
 
     rows = with_experts(ROWS[0], 0), ROWS[1], with_experts(ROWS[0], 100)
-    batch = make_batch(rows, max_prompt_tokens=6, max_response_tokens=9, per_row=3, architecture=architecture)
+    batch = make_batch(rows, max_prompt_tokens=6, max_response_tokens=9, layout=RowLayout(3), architecture=architecture)
     assert len(batch.tokens) == 1
     for segment, row in enumerate(rows):
         record, own = row.response.experts, batch.experts[0][batch.segment_ids[0] == segment]
@@ -115,7 +116,7 @@ def test_empty_rows_follow():
     limits = dict(max_prompt_tokens=3, max_response_tokens=4, regularized=True)
     few, padded = (make_batch(ROWS, **limits, num_rows=size) for size in (None, 5))
     assert few.tokens.shape == (2, 7) and padded.tokens.shape == (5, 7)
-    absent = {"reference_logprobs", "experts"}
+    absent = {"reference_logprobs", "experts", "shared_ids"}
     assert all(getattr(rows, name) is None for rows in (few, padded) for name in absent)
     for name in vars(few).keys() - absent:
         np.testing.assert_array_equal(getattr(padded, name)[:2], getattr(few, name))

@@ -22,6 +22,7 @@ from reinforce_ada_jax.config import (
 from reinforce_ada_jax.distributed.mesh import cut_rows, join_rows, make_mesh
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.types import Response
 from tests.policy import recording
@@ -65,7 +66,7 @@ def batch(per_row):
         for before, after in lengths
     ]  # fmt: skip
     limits = dict(max_prompt_tokens=PROMPT, max_response_tokens=RESPONSE)
-    return make_batch(examples, num_rows=ROWS, per_row=per_row, **limits)
+    return make_batch(examples, num_rows=ROWS, layout=RowLayout(per_row), **limits)
 
 
 @functools.cache

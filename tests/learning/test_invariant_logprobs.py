@@ -15,6 +15,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
 from reinforce_ada_jax.learning.learner import Learner, response_logprobs
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.policy.transformer import Execution
@@ -57,7 +58,7 @@ def batch(responses, per_row=1, architecture=None):
     prompts = {prompt.id: prompt.tokens for prompt in PROMPTS}
     return make_batch(
         [Example(prompts[response.prompt_id], response) for response in responses], architecture=architecture,
-        max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=RESPONSE_TOKENS, per_row=per_row,
+        max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=RESPONSE_TOKENS, layout=RowLayout(per_row),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.chain import num_live
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.loss import LossConfig, aggregate, clipped_policy_loss, denominators, kl_estimate
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.policy import experts, lora, transformer
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Response
@@ -511,7 +512,9 @@ def test_the_load_of_experts_is_that_of_sequences_without_padding(family, per_ro
     architecture, params, _ = recording.golden(family)
     # Sequences of 2, 4 and 9 tokens: those without padding have a program for each length.
     examples = 3 * [each for each in responses() if len(each.prompt) + len(each.response.tokens) in (2, 4, 9)]
-    rows = make_batch(examples, max_prompt_tokens=5, max_response_tokens=8, num_rows=num_rows, per_row=per_row)
+    rows = make_batch(
+        examples, max_prompt_tokens=5, max_response_tokens=8, num_rows=num_rows, layout=RowLayout(per_row)
+    )
     assert (rows.segment_ids == rows.max_segments).any()
     of = learner(2, responses_per_row=per_row, architecture=architecture)
     _, metrics = updated(of, rows.replace(old_logprobs=rows.behaviour_logprobs), params)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.learning.batch import make_batch, pack_without_zeros
+from reinforce_ada_jax.learning.batch import make_batch
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
+from reinforce_ada_jax.learning.packing import RowLayout, pack_without_zeros
 from tests.learning.test_learner import (
     PARAMS,
     TEMPERATURE,
@@ -109,7 +110,8 @@ CASES = {("tokens", 1, 1), ("sums", 2, 1), ("means", 2, 5)}
 def test_the_gradient_is_that_of_all_rows(name, micro_batches, per_row):
     options = OPTIONS[name]
     made = [
-        make_batch(examples(), **LIMITS, num_rows=8, per_row=per_row, micro_rows=micro_rows) for micro_rows in (None, 1)
+        make_batch(examples(), **LIMITS, num_rows=8, layout=RowLayout(per_row), micro_rows=micro_rows)
+        for micro_rows in (None, 1)
     ]
     assert made[1].left_out.any() and not made[0].left_out.any()
     (state, metrics), (less, less_metrics) = (updated(learner(micro_batches, **options), rows) for rows in made)

@@ -9,7 +9,8 @@ import pytest
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import token_losses
-from reinforce_ada_jax.learning.batch import Example, make_batch, pack
+from reinforce_ada_jax.learning.batch import Example, make_batch
+from reinforce_ada_jax.learning.packing import RowLayout, pack
 from reinforce_ada_jax.training.run import Run
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.updates import Minibatch, check_logprobs
@@ -56,7 +57,7 @@ def test_the_layout_of_a_packed_row():
         Example(np.array([5, 6], np.int32), response([8], [-1.0], 4), 1.5),
         Example(np.array([5], np.int32), response([9, 9, 2], [-0.1, -0.2, -0.3], 3), -0.75),
     ]
-    packed = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=2, per_row=3)
+    packed = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=2, layout=RowLayout(3))
     # The longer one first; the second row is padding.
     np.testing.assert_array_equal(packed.tokens, [[5, 9, 9, 2, 5, 6, 8, 0, 0], [0] * 9])
     np.testing.assert_array_equal(packed.segment_ids, [[0, 0, 0, 0, 1, 1, 1, 3, 3], [3] * 9])
@@ -77,7 +78,7 @@ def test_the_gap_between_engine_and_learner_is_of_fresh_responses(per_row):
         Example(np.array([5, 6], np.int32), response([8], [-1.0], 3)),
         Example(np.array([5], np.int32), response([9, 9, 2], [-0.1, -0.2, -0.3], 4)),
     ]
-    rows = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=3, per_row=per_row)
+    rows = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=3, layout=RowLayout(per_row))
     older, far = rows.behaviour_logprobs == -1, rows.behaviour_logprobs == np.float32(-0.3)
     rows = rows.replace(old_logprobs=rows.behaviour_logprobs + 0.5 * older + 6e-5 * far)
     run, state = Mock(spec=Run, config=Config()), Mock(spec=RunState, iteration=4)
@@ -97,9 +98,9 @@ def packed_from(unpacked, examples=None, num_rows=8):
             example._replace(response=response(example.response.tokens, values[row, : RESPONSE_LENGTHS[row]]))
             for row, example in enumerate(examples or responses())
         ]
-        return make_batch(changed, num_rows=num_rows, per_row=5, **LIMITS).behaviour_logprobs
+        return make_batch(changed, num_rows=num_rows, layout=RowLayout(5), **LIMITS).behaviour_logprobs
 
-    made = make_batch(examples or responses(), num_rows=num_rows, per_row=5, **LIMITS)
+    made = make_batch(examples or responses(), num_rows=num_rows, layout=RowLayout(5), **LIMITS)
     names = ("behaviour_logprobs", "old_logprobs", "reference_logprobs")
     return made.replace(**{name: of(name) for name in names})
 

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from reinforce_ada_jax.learning.batch import Example, make_batch
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.types import Response
 from tests.learning.test_learner import (
     EVERYTHING,
@@ -56,7 +57,7 @@ def test_packed_trajectories():
         Example(np.array([5, 6], np.int32), trajectory()),
         SHORT,
     ]
-    batch = make_batch(examples, max_prompt_tokens=4, max_response_tokens=7, per_row=3)
+    batch = make_batch(examples, max_prompt_tokens=4, max_response_tokens=7, layout=RowLayout(3))
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 8, 2, 31, 32, 33, 9, 5, 9, 0]])
     # The second response is behind all eight tokens of the first sequence, and its column behind three.
     np.testing.assert_array_equal(batch.response_positions[0, :5], [2, 3, 7, 9, 1])

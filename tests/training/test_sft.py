@@ -16,6 +16,7 @@ from reinforce_ada_jax.data.demonstrations import Demonstration
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.batch import Example, make_batch
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.learning.supervised import SupervisedLearner
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.training import supervised
@@ -77,7 +78,7 @@ def test_an_update_follows_the_plain_cross_entropy(examples, plain, per_row, mic
     learner = SupervisedLearner(ARCHITECTURE, config, mesh_lib.make_mesh())
     params, loss, gradient = plain
     norm = math.sqrt(sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradient)))
-    batch = make_batch(examples, max_prompt_tokens=6, max_response_tokens=18, num_rows=8, per_row=per_row)
+    batch = make_batch(examples, max_prompt_tokens=6, max_response_tokens=18, num_rows=8, layout=RowLayout(per_row))
     batch = learner.put(batch)
     scored = float(learner.score(params, batch).sum()) / sum(len(each.response.tokens) for each in examples)
     state, metrics = learner.update(learner.init(jax.tree.map(jnp.copy, params)), batch)

@@ -18,6 +18,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.learning.update import EXPERT_METRICS, LearnerState, UpdateMetrics
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.training.run import Run, TrainingStopped
@@ -72,7 +73,7 @@ class ScriptedLearner(Learner):
     Without old log-probabilities it finds `gap`, and makes no update where that is too large or not finite.
     """
 
-    micro_rows, architecture, loss_needs_all = 8, ARCHITECTURE, False
+    layout, micro_rows, architecture, loss_needs_all = RowLayout(), 8, ARCHITECTURE, False
 
     def __init__(self, finite, score=lambda logprobs: logprobs, gap=(0.0, 0.0, 1.0, 0.0)):
         self.finite, self._score, self.gap = iter(finite), score, LogprobGap(*np.float32(gap))
@@ -290,7 +291,7 @@ def test_rows_of_a_batch_are_one_number_or_grow_by_doubling(updates):
     limited, unlimited = (updates(**ngu | {"collection.max_draws": most})[0] for most in (16, 0))
 
     def found(of, sizes):
-        return [batch_rows(of.config, of.strategy, of.learner.micro_rows, rows) for rows in sizes]
+        return [batch_rows(of.config, of.strategy, of.learner, rows) for rows in sizes]
 
     assert found(limited, (0, 9, 32)) == [32, 32, 32]
     assert found(unlimited, (0, 8, 9, 33)) == [8, 8, 16, 64]
