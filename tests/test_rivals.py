@@ -72,17 +72,19 @@ def test_sgpo():
     """Draws follow from the pass rates of prompts, and unsolved ones come last."""
     sgpo = load(RIVALS / "sgpo.py")
     strategy = sgpo.sgpo(CollectionConfig(samples_per_round=8, max_rounds=4))
-    prompts = prompts_of(0.125, 0.3, 0.75, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    prompts = prompts_of(0.125, 0.2, 0.75, 0.875, *[0.0] * 11)
     sizes = [strategy.next_draws(PromptProgress(prompt, 0, 0, 0)) for prompt in prompts]
-    assert sizes == [8, 4, 2, 2, 32, 32, 32, 32, 32]  # 1 / 0.3 = 3.33, 1 / 0.75 = 1.33
+    assert sizes == [8, 4, 2, 2, *[32] * 11]  # 1 / 0.2 = 5, 1 / 0.75 = 1.33
+    (rare,) = prompts_of(0.01)
+    assert strategy.next_draws(PromptProgress(rare, 0, 0, 0)) == 32  # 64 would be more than 8 * 4
     assert strategy.next_draws(PromptProgress(prompts[0], 1, 8, 0)) == 0
 
     selection = sgpo.EasyToHard(prompts, CollectionConfig())
     rng = np.random.default_rng(0)
-    # Without the solved one; of the five unsolved ones the first and the fifth.
+    # Without the one above 0.75; of the eleven unsolved ones the first and the eleventh.
     assert ids(selection.choose(4, rng).prompts) == ["2", "1", "0", "4"]
     selection.observe([group_of(prompt, [1]) for prompt in selection.choose(3, rng).prompts])
-    assert ids(resumed(selection, prompts).choose(3, rng).prompts) == ["4", "8", "2"]
+    assert ids(resumed(selection, prompts).choose(3, rng).prompts) == ["4", "14", "2"]
     with pytest.raises(ValueError, match="prompt '0' has no pass_rate"):
         sgpo.EasyToHard(prompts_of(None), CollectionConfig())
 

@@ -1,17 +1,18 @@
-"""sGPO: groups of 1 / p responses, from easy to hard prompts (arXiv 2606.08854).
+"""sGPO: groups of 1 / p responses, from easy to hard prompts (arXiv 2606.08854, section 4).
 
     python -m reinforce_ada_jax.prepare --config=configs/tiny.py --input=problems.jsonl --output=profiled.jsonl \
-        --samples=8 --max_pass_rate=0.99
+        --samples=8 --max_pass_rate=0.75
     python -m reinforce_ada_jax.train --config=configs/tiny.py --workdir=runs/sgpo \
         --config.data.prompts=profiled.jsonl --config.collection.strategy=examples/rivals/sgpo.py:sgpo \
         --config.collection.selection=examples/rivals/sgpo.py:EasyToHard
 
 The pass rate p of a prompt under the initial policy is measured once, before training: `prepare` writes it. A group
-has 1 / p responses. Prompts of p = 1 are left out, of those with p = 0 a part is kept, and the others come from easy to
-hard.
+has 1 / p responses, rounded down to a power of two, and at least 2. Prompts above p = 0.75 are left out, of those with
+p = 0 one in ten is kept, and the others come from easy to hard.
 
-The source is the abstract, which gives no limits. Ours: 1 / p is rounded up; a group has at least 2 responses and at
-most samples_per_round * max_rounds; of prompts of p = 0, which `prepare` leaves out, one in four is kept with the most.
+The sources are the abstract and a reader's program that names sections, equations and constants, not the paper. Ours:
+a group has at most samples_per_round * max_rounds responses, and prompts of p = 0, which `prepare` leaves out, come
+last, with the most. There they are mixed into the prompts of each group size, which are trained until it converges.
 """
 
 import math
@@ -26,7 +27,7 @@ from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, ke
 from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.types import Prompt
 
-KEPT_UNSOLVED = 4  # one in this number
+EASIEST, KEPT_UNSOLVED = 0.75, 10  # the largest pass rate; one in this number
 
 
 def pass_rate(prompt: Prompt) -> float:
@@ -44,7 +45,7 @@ def sgpo(config: CollectionConfig) -> Strategy:
         if progress.rounds:
             return 0
         rate = pass_rate(progress.prompt)
-        return min(max(math.ceil(1.0 / rate), 2), most) if rate else most
+        return min(max(2 ** math.floor(math.log2(1.0 / rate)), 2), most) if rate else most
 
     return Strategy(next_draws, one_round, keep_all, max_draws=most, max_kept=most, baseline="group")
 
@@ -55,7 +56,7 @@ class EasyToHard:
     def __init__(self, prompts: Sequence[Prompt], config: CollectionConfig):
         """Filters and sorts the prompts."""
         del config
-        solved = sorted((prompt for prompt in prompts if 0 < pass_rate(prompt) < 1), key=pass_rate, reverse=True)
+        solved = sorted((each for each in prompts if 0 < pass_rate(each) <= EASIEST), key=pass_rate, reverse=True)
         self._prompts = solved + [prompt for prompt in prompts if pass_rate(prompt) == 0][::KEPT_UNSOLVED]
         self._position = 0
 
