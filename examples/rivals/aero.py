@@ -8,12 +8,12 @@ budget is spent. Where less than half are correct, all correct ones are trained 
 Rewards are compared with the mean of a Beta posterior of the pass rate, which is never 0 or 1, so a group of responses
 that are all alike has advantages as well.
 
-The sources are the abstract and a summary of the method by a reader, not the paper; the summary does not say how the
-posterior is made, nor what is done with prompts of half or more. Ours: each prompt has a budget of its own,
-samples_per_round * max_rounds, since a strategy sees one prompt at a time, where the paper's is that of the batch; k is
-1; the prior is worth 2 draws of the estimator's pass rate; advantages are (r - p) / sqrt(p (1 - p)), and each group
-counts once; groups of half or more are kept whole. A reader's program has the posterior for groups that are all alike
-only, with the prior Beta(1, 1), and compares rewards with the mean of the group elsewhere.
+The sources are the abstract, and a summary and a program (after section 3) by readers, not the paper. k = 1, by lemma
+4.2, and whole groups where half or more are correct are the program's. Ours: each prompt has a budget of its own,
+samples_per_round * max_rounds, since a strategy sees one prompt at a time (in the summary it is that of the batch, in
+the program 16 a prompt, 8 of them first); the prior is worth 2 draws of the estimator's pass rate; advantages are
+(r - p) / sqrt(p (1 - p)), and each group counts once. The program has the posterior for groups that are all alike only,
+with the prior Beta(1, 1) and four of their rows, and compares rewards with the mean of the group elsewhere.
 """
 
 import numpy as np

@@ -9,7 +9,7 @@ groups reaches its target, up where it does not. The strategy `dapo` replaces gr
 
 Constants and targets are those of the authors' program (Infini-AI-Lab/GRESO: `DataProfiler`, and `fit` of
 ray_trainer.py). Ours: a run has only groups that are all correct, or all wrong, where the program takes mean rewards
-from 0.98, or up to 0.11.
+from 0.98, or up to 0.11; and each e moves from the first iteration on, the program's from the second epoch on.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,8 @@
 N draws for a prompt of pass rate p have the value (1 - p^N - (1 - p)^N) p (1 - p)^2: the probability of a group with a
 signal, times what the update is expected to add to p. P prompts share P n draws, at least 2 each. One more draw adds
 (p^N (1 - p) + (1 - p)^N p) p (1 - p)^2, less and less with N, so giving each draw where it adds most has the largest
-sum: that of the dynamic program in the authors' code (`solve_by_dp`), whose value and least number these are.
+sum. Value and least number are those of the authors' code (`solve_by_dp`). Its dynamic program takes the value of a
+prompt with the least number for 0, so it gives more prompts a third draw.
 
 Ours: p is the run's estimate (`estimator`), which is never 0 or 1, where the authors take the last success rate and
 share what is left among prompts of 0; and the most draws for a prompt are samples_per_round * max_rounds.

@@ -8,8 +8,8 @@ prompts nearest to 1/2 are chosen. The update is a plain mean over them, so prom
 than others.
 
 Rule, prior, target and decay are those of the authors' program (thu-rllab/MoPPS: `sample_batch` with "topk" and `train`
-of recipe/ours/mopps.py, and cd_verl_3b_topk_noinit.sh). Ours: all prompts of the data are candidates, where the program
-draws 8 or 16 times as many as it needs.
+of recipe/ours/mopps.py, and cd_verl_3b_topk_noinit.sh; its scripts for MATH do not decay). Ours: all prompts of the
+data are candidates, where the program draws 8 or 16 times as many as it needs.
 """
 
 from collections.abc import Mapping, Sequence

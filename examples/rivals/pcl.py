@@ -6,9 +6,9 @@
 Among k times as many candidates, the prompts whose value V(x) is nearest to 1/2 are chosen. After their responses are
 drawn, V takes a step down the gradient of the mean of (V(x) - mean reward)^2.
 
-The sources are the abstract and a summary of the method by a reader, not the paper. Ours: k is 4; and V is a sigmoid of
-a linear function of the counts of the prompt's tokens, with a step size of 4, where the paper's is a language model. A
-selection sees neither the policy nor its hidden states.
+The sources are the abstract and a reader's notes with the formulas, not the paper; k = 4 and 1/2 are its values. Ours:
+V is a sigmoid of a linear function of the counts of the prompt's tokens, with a step size of 4, where the paper's is a
+language model. A selection sees neither the policy nor its hidden states.
 """
 
 from collections.abc import Mapping, Sequence

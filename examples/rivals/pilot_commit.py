@@ -10,7 +10,8 @@ comes again.
 
 The rule and the thresholds are those of the authors' program (databricks/pilot-commit: recipe/pc, and the script
 pc_qwen2.5-1.5b_p32c96.sh), as is the pilot of a quarter of the draws. Ours: a prompt is committed in the iteration of
-its pilot. The program may do so up to four updates later.
+its pilot, and only prompts that are skipped are replaced. The program pilots three times as many prompts as an update
+has, and commits those of the largest variance, up to four updates later.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,13 +3,13 @@
     python -m reinforce_ada_jax.train --config=configs/tiny.py --workdir=runs/vip --config.collection.group_size=8 \
         --config.collection.strategy=examples/rivals/vip.py:vip --config.collection.selection=examples/rivals/vip.py:VIP
 
-The gradient of a prompt of pass rate p has the noise p (1 - p) / (n - 1) from n draws compared with each other (RLOO).
-P prompts share P group_size draws, so that the sum of their noise is least: n - 1 is proportional to sqrt(p (1 - p)).
-p is the sigmoid of a Gaussian process over embeddings of the prompts, with a Gaussian kernel.
+The gradient of a prompt of pass rate p has the noise p (1 - p) / (n - 1) from n draws compared with each other (RLOO,
+proposition 4.3). P prompts share P group_size draws with the least sum: n - 1 is proportional to sqrt(p (1 - p))
+(theorem 5.2). p is the sigmoid of a Gaussian process over embeddings of the prompts, with a Gaussian kernel (5.1).
 
-The sources are the authors' program and summaries by readers, not the paper. Ours: an embedding has the counts of the
-tokens; a kernel is as wide as the root mean square distance; the last visit of a prompt is an observation of its logit;
-the mean is that of all; a prompt has 2 to samples_per_round * max_rounds draws, where theirs has 4 or more.
+The sources are readers' notes on the paper, and the authors' program, which takes p of 0.8 or more for 1. Ours: token
+counts as embeddings; a kernel as wide as the root mean square distance; a process of variance 4 around the mean of all
+seen, theirs begins at 0; the last visit of a prompt, with its noise; 2 draws or more, theirs 3 (program: 4) or more.
 """
 
 import dataclasses
