@@ -27,7 +27,7 @@ class Ema:
     def __init__(self, *, decay: float = 0.85, prior_correct: float = 0.5, prior_wrong: float = 0.5):
         """`decay` is in [0, 1); `prior_correct` (a) and `prior_wrong` (b) are above 0.
 
-        The defaults are the decay of arXiv 2510.04996, and the prior of Jeffreys.
+        The defaults are ours, with the prior of Jeffreys: the paper has no numbers.
         """
         self._decay, self._prior_correct, self._prior_wrong = decay, prior_correct, prior_wrong
         self._counts: dict[str, tuple[float, float]] = {}  # by prompt id: (N, K)
