@@ -355,11 +355,9 @@ class LearningConfig:
         "most 2,048 tokens; elsewhere one.", values.NOT_NEGATIVE, rule="updates_are_whole_micro_batches",
     )  # fmt: skip
     responses_per_row: int = setting(
-        16,
-        "Most responses in one row of max_prompt_tokens + max_response_tokens; on CPUs short rows are joined, and "
-        "have a prompt once for its responses (docs/architecture.md); 1: no packing.",
-        values.MANY,
-    )
+        16, "Most responses in max_prompt_tokens + max_response_tokens of a row. On CPUs short rows are joined, with "
+        "each prompt once for its responses (docs/architecture.md). 1: no packing.", values.MANY,
+    )  # fmt: skip
     attention: str = setting(
         "auto", 'Learner attention; "blocks": in blocks of queries; "splash": JAX\'s TPU kernels; "cudnn": those of '
         'NVIDIA; auto: "blocks" on CPUs, "splash" on TPUs, "cudnn" on GPUs, or "blocks" where cuDNN can\'t.',

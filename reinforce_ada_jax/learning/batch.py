@@ -31,9 +31,10 @@ class Example(NamedTuple):
 class Batch(Record):
     """Rows of T tokens, each of up to S segments (prompt + response) side by side, padded on the right.
 
-    B rows, T = longest prompt + longest response, times `RowLayout.joined`. Arrays of response tokens have R columns,
-    in the order of the row: those of the first response, of the second, ... An unpacked batch has S = 1 and R = longest
-    response; a packed one has R = T. Masks and ids are made from lengths, whatever token ids the padding has.
+    B rows, T = longest prompt + longest response, or more (`RowLayout.tokens`). Arrays of response tokens have R
+    columns, in the order of the row: those of the first response, of the second, ... An unpacked batch has S = 1 and
+    R = longest response; a packed one has R = T. Masks and ids are made from lengths, whatever token ids the padding
+    has.
 
     Where responses share prompts (`RowLayout`), a prompt without its last token is a segment of its own, before those
     of its responses. Its id is -1, or -2, ... for the next prompt of the row.
@@ -150,7 +151,7 @@ def make_batch(
     `num_rows`.
     """
     layout = RowLayout() if layout is None else layout
-    row_tokens, per_row = layout.joined * (max_prompt_tokens + max_response_tokens), layout.per_row
+    row_tokens, per_row = layout.tokens or max_prompt_tokens + max_response_tokens, layout.per_row
     lengths = _lengths(examples, max_prompt_tokens, max_response_tokens)
     shared = _shared_prompts(examples) if layout.shares_prompts else None
     with np.errstate(over="ignore"):  # the update reports values that aren't finite

@@ -10,14 +10,17 @@ from jaxtyping import Bool, Int
 class RowLayout(NamedTuple):
     """What a row of a batch has room for.
 
-    A row with room for `joined` of the longest sequences always takes `joined` sequences, and more if they are shorter.
-    With `shares_prompts` it has the tokens of a prompt once for all its responses to it, all but the last one, which
+    With `shares_prompts` a row has the tokens of a prompt once for all its responses to it, all but the last one, which
     each response begins with (Prefix Grouper, arXiv 2506.05433). Log-probabilities and gradients stay the same.
     """
 
-    per_row: int = 1  # most responses of a row
-    joined: int = 1  # its room, in the longest prompt and the longest response together
+    per_row: int = 1  # most responses
+    tokens: int = 0  # most tokens; 0: those of the longest prompt and the longest response
     shares_prompts: bool = False
+
+    def always_fit(self, longest: int) -> int:
+        """Returns how many sequences a row always has room for, if each has at most `longest` tokens."""
+        return max(1, self.tokens // longest)
 
 
 class SharedPrompts(NamedTuple):

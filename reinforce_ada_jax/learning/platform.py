@@ -23,10 +23,6 @@ CPU_ACTIVATION_BYTES = 2**29
 # (rows, vocab) of the loss on GPUs. A product of 1,024 x 1,024 logits has 32 tiles of 128 x 256 for the 132
 # multiprocessors of an H100; one of 4,096 x 8,192 has a thousand. docs/performance.md has its traffic.
 GPU_TILE = (4096, 8192)
-# Most tokens of a row that is joined on CPUs. A row of one prompt and one response at their limits rarely has room for
-# another response. A layer has about 12 weights for each pair of hidden numbers, so attention over as many tokens as
-# there are hidden numbers takes a tenth of the operations of the layer.
-CPU_ROW_TOKENS = 512
 # GiB that a program may use on a TPU device, by its kind: the limit in error messages of libtpu 0.0.51. A TPU7x chip
 # is two devices, and a v4 chip is compiled for as two.
 TPU_GIB = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24, "TPU7x": 94.74}
@@ -195,45 +191,46 @@ def activation_bytes(architecture: Architecture, remat: str, dtype: DTypeLike) -
     return a.num_layers * numbers * jnp.dtype(dtype).itemsize
 
 
-def joined_rows(config: Config, row_shards: int, hidden_size: int) -> int:
-    """Returns `RowLayout.joined` on CPUs, for rows of at most `hidden_size` and at most `CPU_ROW_TOKENS` tokens.
-
-    They divide a minibatch of whole groups.
-    """
-    rows = config.learning.prompts_per_update * config.collection.group_size
-    parts = max(1, config.learning.micro_batches) * row_shards
-    most = max(1, min(hidden_size, CPU_ROW_TOKENS) // config.row_tokens)
-    return max(count for count in range(1, most + 1) if count == 1 or rows % (count * parts) == 0)
-
-
 def row_layout(mesh: Mesh, config: Config, architecture: Architecture) -> RowLayout:
     """Returns the layout of the learner's rows: long ones on CPUs, where attention in blocks can share prompts.
+
+    A row of one prompt and one response at their limits rarely has room for another response. A layer has about 12
+    weights for each pair of hidden numbers, so attention to as many tokens as there are hidden numbers takes a tenth of
+    the operations of the layer. Longer rows have that many tokens.
 
     Experts are recorded for each response, so models with experts share no prompts. With `learning.responses_per_row` =
     1 nothing is packed.
     """
     name, per_row = mesh.devices.flat[0].platform, config.learning.responses_per_row
-    platform = of_mesh(mesh, config.learning, architecture, activation_dtype(config.model.compute_dtype, name))
+    dtype = activation_dtype(config.model.compute_dtype, name)
+    platform = of_mesh(mesh, config.learning, architecture, dtype)
     is_packed = per_row > 1 and mesh.shape["context"] == 1 and config.model.numerics == "fast"
     if name != "cpu" or platform.attention != "blocks" or not is_packed:
         return RowLayout(per_row)
-    joined = joined_rows(config, mesh_lib.parts(mesh, "batch"), architecture.hidden_size)
-    return RowLayout(joined * per_row, joined, shares_prompts=not architecture.num_experts)
+    most = min(architecture.hidden_size, _cpu_tokens(activation_bytes(architecture, platform.remat, dtype)))
+    tokens = max(config.row_tokens, most)
+    return RowLayout(tokens // config.row_tokens * per_row, tokens, shares_prompts=not architecture.num_experts)
 
 
-def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int, joined: int = 1) -> int:
+def _cpu_tokens(token_bytes: int) -> int:
+    """Returns the most tokens of a micro-batch on CPUs, if the backward pass keeps `token_bytes` for each."""
+    return min(CPU_TOKENS, CPU_ACTIVATION_BYTES // token_bytes)
+
+
+def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int, layout: RowLayout) -> int:
     """Returns the rows of a micro-batch: those of a minibatch of whole groups, divided by `learning.micro_batches`.
 
     With 0 it is the minibatch; on CPUs the largest micro-batch of at most 2,048 tokens and 512 MiB of activations
-    (`token_bytes` each) that divides the minibatch, or else one row for each device. `joined` is that of `RowLayout`.
+    (`token_bytes` each) that divides the minibatch, or else one row for each device.
     """
-    rows = config.learning.prompts_per_update * config.collection.group_size // joined
+    responses = config.learning.prompts_per_update * config.collection.group_size
+    parts = row_shards * max(1, config.learning.micro_batches)
+    rows = parts * -(-responses // (parts * layout.always_fit(config.row_tokens)))
     if config.learning.micro_batches or name != "cpu":
         return rows // max(1, config.learning.micro_batches)
-    row_tokens = joined * config.row_tokens
+    row_tokens = max(layout.tokens, config.row_tokens)
     valid = [size for size in range(row_shards, rows + 1, row_shards) if rows % size == 0]
-    most = min(CPU_TOKENS, CPU_ACTIVATION_BYTES // token_bytes)
-    return max([size for size in valid if size * row_tokens <= most], default=valid[0])
+    return max([size for size in valid if size * row_tokens <= _cpu_tokens(token_bytes)], default=valid[0])
 
 
 def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int:
@@ -241,8 +238,8 @@ def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int
     name = mesh.devices.flat[0].platform
     dtype = activation_dtype(config.model.compute_dtype, name)
     token_bytes = activation_bytes(architecture, of_mesh(mesh, config.learning, architecture, dtype).remat, dtype)
-    joined = row_layout(mesh, config, architecture).joined
-    return micro_rows(name, config, mesh_lib.parts(mesh, "batch"), token_bytes, joined)
+    layout = row_layout(mesh, config, architecture)
+    return micro_rows(name, config, mesh_lib.parts(mesh, "batch"), token_bytes, layout)
 
 
 def micro_batches_per_program(micro_flops: float, name: str, device_kind: str) -> int:
@@ -257,8 +254,8 @@ def micro_batches_per_program(micro_flops: float, name: str, device_kind: str) -
 def update_program(mesh: Mesh, config: Config, architecture: Architecture) -> int:
     """Returns `micro_batches_per_program` for the devices of a mesh, which share each micro-batch."""
     device = mesh.devices.flat[0]
-    rows = row_layout(mesh, config, architecture).joined * micro_rows_on(mesh, config, architecture)
-    flops = 6 * architecture.active_parameters * rows * config.row_tokens
+    row_tokens = max(row_layout(mesh, config, architecture).tokens, config.row_tokens)
+    flops = 6 * architecture.active_parameters * micro_rows_on(mesh, config, architecture) * row_tokens
     return micro_batches_per_program(flops / mesh.size, device.platform, device.device_kind)
 
 

@@ -42,8 +42,8 @@ def _compute(config: Config, components: Components) -> str:
     platform = mesh.devices.flat[0].platform
     chosen = platform_lib.of_mesh(mesh, config.learning, architecture, jnp.dtype(config.model.compute_dtype))
     in_program = platform_lib.update_program(mesh, config, architecture)
-    layout = platform_lib.row_layout(mesh, config, architecture)
-    rows = layout.joined * platform_lib.micro_rows_on(mesh, config, architecture)
+    fit = platform_lib.row_layout(mesh, config, architecture).always_fit(config.row_tokens)
+    rows = fit * platform_lib.micro_rows_on(mesh, config, architecture)
     minibatch = config.learning.prompts_per_update * config.collection.group_size
     chain = f", {in_program} micro-batches of an update in a program" if minibatch > rows * in_program else ""
     gathered = ""

@@ -104,11 +104,12 @@ def supervised_batch(run: Run, rows: Sequence[Demonstration]) -> Batch:
         )
         for row in rows
     ]
-    layout = run.learner.layout
+    layout, micro_rows = run.learner.layout, run.learner.micro_rows
+    of_micro = micro_rows * layout.always_fit(config.row_tokens)
     batch = make_batch(
         examples, max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
-        num_rows=config.learning.prompts_per_update // layout.joined, layout=layout,
+        num_rows=micro_rows * -(-config.learning.prompts_per_update // of_micro), layout=layout,
     )  # fmt: skip
     return run.learner.put(batch)
 

@@ -89,16 +89,15 @@ def examples(group: Group, factor: float) -> list[Example]:
 def batch_rows(config: Config, strategy: Strategy, learner: Learner, responses: int = 0) -> int:
     """Returns the number of rows that a minibatch is padded to: constant in a run, so nothing recompiles.
 
-    Each response may be as long as the limit, so a row has room for `joined` of them. If a strategy may keep any number
-    of responses, the rows double until `responses` fit. Padding costs memory, not time.
+    Each response may be as long as the limit. If a strategy may keep any number of responses, the rows double until
+    `responses` fit. Padding costs memory, not time.
     """
-    joined, micro_rows = learner.layout.joined, learner.micro_rows
-    if strategy.max_kept is not None:
-        return micro_rows * -(-config.learning.prompts_per_update * strategy.max_kept // (joined * micro_rows))
-    size = config.learning.prompts_per_update * config.collection.group_size // joined
-    while joined * size < responses:
-        size *= 2
-    return size
+    of_micro = learner.micro_rows * learner.layout.always_fit(config.row_tokens)  # responses
+    of_prompt = config.collection.group_size if strategy.max_kept is None else strategy.max_kept
+    micro_batches = -(-config.learning.prompts_per_update * of_prompt // of_micro)
+    while strategy.max_kept is None and micro_batches * of_micro < responses:
+        micro_batches *= 2
+    return learner.micro_rows * micro_batches
 
 
 def _batch(

@@ -17,6 +17,7 @@ from reinforce_ada_jax.config import (
 )
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.learning.learner import loss_config
+from reinforce_ada_jax.learning.packing import RowLayout
 from reinforce_ada_jax.learning.platform import (
     activation_bytes,
     check_parts,
@@ -201,7 +202,7 @@ def test_micro_batches_of_cpus_fit_their_caches(name, micro_batches, row_tokens,
         collection=CollectionConfig(group_size=4),
         learning=LearningConfig(prompts_per_update=24, micro_batches=micro_batches),
     )
-    assert micro_rows(name, config, row_shards, token_bytes) == expected
+    assert micro_rows(name, config, row_shards, token_bytes, RowLayout(16)) == expected
 
 
 def test_activations_of_smollm2_are_those_of_its_products():

@@ -11,7 +11,7 @@ from reinforce_ada_jax.config import CollectionConfig, Config, DataConfig, Learn
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.packing import RowLayout, SharedPrompts, pack
-from reinforce_ada_jax.learning.platform import row_layout
+from reinforce_ada_jax.learning.platform import micro_rows_on, row_layout
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.types import Response
 from tests.learning.test_learner import gradient, learner, score, updated
@@ -19,7 +19,7 @@ from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
 
 LIMITS = dict(max_prompt_tokens=7, max_response_tokens=12)
-SHARING = RowLayout(per_row=8, joined=2, shares_prompts=True)
+SHARING = RowLayout(per_row=8, tokens=38, shares_prompts=True)
 
 
 def response(tokens, logprobs, segments=()):
@@ -33,7 +33,7 @@ def test_the_layout_of_a_row_with_two_prompts():
         Example(second, response([4, 2], [-2.0, -2.5]), 0.5),
         Example(first.copy(), response([9, 2], [-0.1, -0.2]), -0.75),
     ]
-    made = make_batch(examples, max_prompt_tokens=3, max_response_tokens=2, num_rows=2, layout=RowLayout(4, 2, True))
+    made = make_batch(examples, max_prompt_tokens=3, max_response_tokens=2, num_rows=2, layout=RowLayout(4, 10, True))
     # The prompt 5 6 without its last token, 7 9 2 and 7 8 after it, and 3 4 2, whose prompt has nothing to share.
     np.testing.assert_array_equal(made.tokens, [[5, 6, 7, 9, 2, 7, 8, 3, 4, 2], [0] * 10])
     np.testing.assert_array_equal(made.positions, [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2], [0] * 10])
@@ -140,28 +140,33 @@ CONFIG = Config(
 
 
 @pytest.mark.parametrize(
-    ("changes", "family", "axes", "expected"),
+    ("changes", "family", "axes", "expected", "micro_rows"),
     [
-        ({}, "qwen2", {}, RowLayout(64, 4, True)),  # 128 rows of 96; five do not divide them
-        ({"learning.micro_batches": 64}, "qwen2", {}, RowLayout(32, 2, True)),
-        ({}, "qwen2", {"data": 8}, RowLayout(64, 4, True)),
-        ({"sampling.max_response_tokens": 600}, "qwen2", {}, RowLayout(16, 1, True)),
-        ({}, "mistral_window", {}, RowLayout(64, 4, True)),
-        ({}, "qwen3_moe", {}, RowLayout(64, 4)),
-        ({}, "qwen2", {"context": 2}, RowLayout(16)),
-        ({"learning.responses_per_row": 1}, "qwen2", {}, RowLayout(1)),
-        ({"learning.attention": "jnp"}, "qwen2", {}, RowLayout(16)),
-        ({"model.numerics": "invariant"}, "qwen2", {}, RowLayout(16)),
+        # 96 tokens for a prompt and a response: five fit, and of 128 responses 26 rows, of which 2,048 tokens take two.
+        ({}, "qwen2", {}, RowLayout(80, 500, True), 2),
+        ({"learning.micro_batches": 8}, "qwen2", {}, RowLayout(80, 500, True), 4),
+        ({}, "qwen2", {"data": 8}, RowLayout(80, 500, True), 8),
+        ({"sampling.max_response_tokens": 600}, "qwen2", {}, RowLayout(16, 648, True), 2),
+        ({}, "mistral_window", {}, RowLayout(80, 500, True), 2),
+        ({}, "qwen3_moe", {}, RowLayout(80, 500), 2),
+        ({}, "qwen2", {"context": 2}, RowLayout(16), 16),
+        ({"learning.responses_per_row": 1}, "qwen2", {}, RowLayout(), 16),
+        ({"learning.attention": "jnp"}, "qwen2", {}, RowLayout(16), 16),
+        ({"model.numerics": "invariant"}, "qwen2", {}, RowLayout(16), 16),
     ],
 )
-def test_the_layout_goes_by_settings_and_model(changes, family, axes, expected):
+def test_the_layout_goes_by_settings_and_model(changes, family, axes, expected, micro_rows):
     config = replaced(CONFIG, {"model.compute_dtype": "float32"} | changes)
-    architecture = dataclasses.replace(recording.golden(family)[0], hidden_size=512)
-    assert row_layout(mesh_lib.make_mesh(**axes), config, architecture) == expected
+    architecture = dataclasses.replace(recording.golden(family)[0], hidden_size=500)
+    mesh = mesh_lib.make_mesh(**axes)
+    assert row_layout(mesh, config, architecture) == expected
+    assert micro_rows_on(mesh, config, architecture) == micro_rows
 
 
-@pytest.mark.parametrize(("hidden_size", "joined"), [(100, 1), (200, 2), (384, 4), (4096, 4)])
-def test_rows_have_no_more_tokens_than_a_hidden_state_has_numbers(hidden_size, joined):
+def test_activations_bound_the_rows():
+    # SmolLM2-135M has 576 hidden numbers; a fifth of its layers more, and 512 MiB hold fewer tokens.
     config = replaced(CONFIG, {"model.compute_dtype": "float32"})
-    architecture = dataclasses.replace(recording.golden("qwen2")[0], hidden_size=hidden_size)
-    assert row_layout(mesh_lib.make_mesh(), config, architecture).joined == joined
+    sizes = dict(hidden_size=576, ffn_size=1536, num_heads=9, num_kv_heads=3, head_dim=64)
+    small, large = (dataclasses.replace(recording.golden("llama")[0], num_layers=n, **sizes) for n in (30, 60))
+    assert row_layout(mesh_lib.make_mesh(), config, small).tokens == 576
+    assert 96 < row_layout(mesh_lib.make_mesh(), config, large).tokens < 400
