@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 
 
 class RowLayout(NamedTuple):
-    """What a row of a batch has room for.
+    """Room of a row of a batch.
 
     With `shares_prompts` a row has the tokens of a prompt once for all its responses to it, all but the last one, which
     each response begins with (Prefix Grouper, arXiv 2506.05433). Log-probabilities and gradients stay the same.
