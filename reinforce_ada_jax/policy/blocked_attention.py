@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -33,8 +34,8 @@ Sinks = Float[Array, "K G"] | None  # as `LayerPlace.sinks`
 class Shared(NamedTuple):
     """Segments that several others of a row continue."""
 
-    ids: Int[Array, "B T"]  # of the segment that a token sees beside its own, or its own
-    positions: Int[Array, "B T"]  # of each token in its sequence, by which windows reach
+    ids: Int[Array | np.ndarray, "B T"]  # of the segment that a token sees beside its own, or its own
+    positions: Int[Array | np.ndarray, "B T"]  # of each token in its sequence, by which windows reach
 
 
 class Visible(NamedTuple):
