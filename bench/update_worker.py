@@ -19,7 +19,15 @@ import numpy as np
 from bench.baselines.json_worker import reset_peak, serve
 from bench.measuring import machine, memory_bytes
 from bench.models import neighbours
-from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, ModelConfig
+from reinforce_ada_jax.config import (
+    CollectionConfig,
+    Config,
+    DataConfig,
+    LearningConfig,
+    MeshConfig,
+    ModelConfig,
+    SamplingConfig,
+)
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner
@@ -77,6 +85,8 @@ class UpdateWorker:
         config = Config(
             seed=self.sizes.seed,
             model=ModelConfig(compute_dtype=self.sizes.dtype),
+            data=DataConfig(max_prompt_tokens=self.sizes.prompt_tokens),
+            sampling=SamplingConfig(max_response_tokens=self.sizes.response_tokens),
             collection=CollectionConfig(group_size=1),
             learning=LearningConfig(
                 prompts_per_update=self.sizes.rows, micro_batches=self.sizes.micro_batches, responses_per_row=per_row,
@@ -104,7 +114,7 @@ class UpdateWorker:
             "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(self.params)),
         }
 
-    def _batch(self, examples: list[dict[str, Any]], layout: RowLayout | None = None, leave_out: bool = False) -> Batch:
+    def _batch(self, examples: list[dict[str, Any]], layout: RowLayout, leave_out: bool = False) -> Batch:
         def example(number: int, one: dict[str, Any]) -> Example:
             tokens = np.array(one["response"], np.int32)
             logprobs = np.array(one.get("old_logprobs", np.zeros(len(tokens))), np.float32)
@@ -112,22 +122,22 @@ class UpdateWorker:
             return Example(np.array(one["prompt"], np.int32), response, one["advantage"])
 
         made = [example(number, one) for number, one in enumerate(examples)]
-        micro_rows = self.learner.micro_rows if leave_out else None
+        micro_rows, sizes = self.learner.micro_rows, self.sizes
         return make_batch(
             made,
-            max_prompt_tokens=self.sizes.prompt_tokens,
-            max_response_tokens=self.sizes.response_tokens,
-            num_rows=self.sizes.rows,
+            max_prompt_tokens=sizes.prompt_tokens,
+            max_response_tokens=sizes.response_tokens,
+            num_rows=layout.num_rows(sizes.rows, sizes.prompt_tokens + sizes.response_tokens, micro_rows),
             layout=layout,
-            micro_rows=micro_rows,
+            micro_rows=micro_rows if leave_out else None,
         )
 
     def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
         """Returns log-probabilities of each response's tokens, and those under neighbours of the weights."""
-        batch = self.learner.put(self._batch(examples))
+        batch = self.learner.put(self._batch(examples, RowLayout()))
 
         def scored(params: Params) -> list[list[float]]:
-            rows = np.asarray(self.learner.score(params, batch)).reshape(self.sizes.rows, -1)
+            rows = np.asarray(self.learner.score(params, batch)).reshape(-1, self.sizes.response_tokens)
             return [row[: len(one["response"])].tolist() for row, one in zip(rows, examples, strict=False)]
 
         return {"logprobs": scored(self.params), "of_neighbours": scored(neighbours(self.params))}

@@ -151,7 +151,7 @@ def make_batch(
     `num_rows`.
     """
     layout = RowLayout() if layout is None else layout
-    row_tokens, per_row = layout.tokens or max_prompt_tokens + max_response_tokens, layout.per_row
+    row_tokens, per_row = layout.row_tokens(max_prompt_tokens + max_response_tokens), layout.per_row
     lengths = _lengths(examples, max_prompt_tokens, max_response_tokens)
     shared = _shared_prompts(examples) if layout.shares_prompts else None
     with np.errstate(over="ignore"):  # the update reports values that aren't finite

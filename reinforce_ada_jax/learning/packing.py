@@ -18,9 +18,14 @@ class RowLayout(NamedTuple):
     tokens: int = 0  # most tokens; 0: those of the longest prompt and the longest response
     shares_prompts: bool = False
 
-    def always_fit(self, longest: int) -> int:
-        """Returns how many sequences a row always has room for, if each has at most `longest` tokens."""
-        return max(1, self.tokens // longest)
+    def row_tokens(self, longest: int) -> int:
+        """Returns the tokens of a row, if a prompt and a response have at most `longest` together."""
+        return self.tokens or longest
+
+    def num_rows(self, sequences: int, longest: int, multiple: int) -> int:
+        """Returns the rows, a multiple of `multiple`, with room for these sequences of `longest` tokens each."""
+        in_row = self.row_tokens(longest) // longest
+        return multiple * -(-sequences // (multiple * in_row))
 
 
 class SharedPrompts(NamedTuple):

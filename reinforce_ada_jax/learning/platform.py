@@ -225,10 +225,10 @@ def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int, lay
     """
     responses = config.learning.prompts_per_update * config.collection.group_size
     parts = row_shards * max(1, config.learning.micro_batches)
-    rows = parts * -(-responses // (parts * layout.always_fit(config.row_tokens)))
+    rows = layout.num_rows(responses, config.row_tokens, parts)
     if config.learning.micro_batches or name != "cpu":
         return rows // max(1, config.learning.micro_batches)
-    row_tokens = max(layout.tokens, config.row_tokens)
+    row_tokens = layout.row_tokens(config.row_tokens)
     valid = [size for size in range(row_shards, rows + 1, row_shards) if rows % size == 0]
     return max([size for size in valid if size * row_tokens <= _cpu_tokens(token_bytes)], default=valid[0])
 
@@ -254,7 +254,7 @@ def micro_batches_per_program(micro_flops: float, name: str, device_kind: str) -
 def update_program(mesh: Mesh, config: Config, architecture: Architecture) -> int:
     """Returns `micro_batches_per_program` for the devices of a mesh, which share each micro-batch."""
     device = mesh.devices.flat[0]
-    row_tokens = max(row_layout(mesh, config, architecture).tokens, config.row_tokens)
+    row_tokens = row_layout(mesh, config, architecture).row_tokens(config.row_tokens)
     flops = 6 * architecture.active_parameters * micro_rows_on(mesh, config, architecture) * row_tokens
     return micro_batches_per_program(flops / mesh.size, device.platform, device.device_kind)
 

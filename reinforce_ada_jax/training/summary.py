@@ -42,10 +42,10 @@ def _compute(config: Config, components: Components) -> str:
     platform = mesh.devices.flat[0].platform
     chosen = platform_lib.of_mesh(mesh, config.learning, architecture, jnp.dtype(config.model.compute_dtype))
     in_program = platform_lib.update_program(mesh, config, architecture)
-    fit = platform_lib.row_layout(mesh, config, architecture).always_fit(config.row_tokens)
-    rows = fit * platform_lib.micro_rows_on(mesh, config, architecture)
-    minibatch = config.learning.prompts_per_update * config.collection.group_size
-    chain = f", {in_program} micro-batches of an update in a program" if minibatch > rows * in_program else ""
+    micro_rows = platform_lib.micro_rows_on(mesh, config, architecture)
+    responses = config.learning.prompts_per_update * config.collection.group_size
+    rows = platform_lib.row_layout(mesh, config, architecture).num_rows(responses, config.row_tokens, micro_rows)
+    chain = f", {in_program} micro-batches of an update in a program" if rows > micro_rows * in_program else ""
     gathered = ""
     if not config.lora.rank and layer_gather.is_chosen(architecture, mesh, config):
         gathered = ", gathers the layers' weights once an update"

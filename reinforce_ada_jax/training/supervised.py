@@ -104,12 +104,12 @@ def supervised_batch(run: Run, rows: Sequence[Demonstration]) -> Batch:
         )
         for row in rows
     ]
-    layout, micro_rows = run.learner.layout, run.learner.micro_rows
-    of_micro = micro_rows * layout.always_fit(config.row_tokens)
+    layout = run.learner.layout
     batch = make_batch(
         examples, max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
-        num_rows=micro_rows * -(-config.learning.prompts_per_update // of_micro), layout=layout,
+        layout=layout,
+        num_rows=layout.num_rows(config.learning.prompts_per_update, config.row_tokens, run.learner.micro_rows),
     )  # fmt: skip
     return run.learner.put(batch)
 

@@ -89,15 +89,14 @@ def examples(group: Group, factor: float) -> list[Example]:
 def batch_rows(config: Config, strategy: Strategy, learner: Learner, responses: int = 0) -> int:
     """Returns the number of rows that a minibatch is padded to: constant in a run, so nothing recompiles.
 
-    Each response may be as long as the limit. If a strategy may keep any number of responses, the rows double until
-    `responses` fit. Padding costs memory, not time.
+    Each response may be as long as the limit. If a strategy may keep any number of responses, there is room for twice
+    as many until `responses` fit. Padding costs memory, not time.
     """
-    of_micro = learner.micro_rows * learner.layout.always_fit(config.row_tokens)  # responses
     of_prompt = config.collection.group_size if strategy.max_kept is None else strategy.max_kept
-    micro_batches = -(-config.learning.prompts_per_update * of_prompt // of_micro)
-    while strategy.max_kept is None and micro_batches * of_micro < responses:
-        micro_batches *= 2
-    return learner.micro_rows * micro_batches
+    most = config.learning.prompts_per_update * of_prompt
+    while strategy.max_kept is None and most < responses:
+        most *= 2
+    return learner.layout.num_rows(most, config.row_tokens, learner.micro_rows)
 
 
 def _batch(

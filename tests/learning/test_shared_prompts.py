@@ -63,6 +63,13 @@ def test_rows_hold_everything_once_and_as_many_as_rows_of_one_each(seed, joined)
     assert len(rows) < 0.8 * len(pack(lengths.tolist(), 64 * joined, 16 * joined))
 
 
+def test_a_batch_has_room_for_the_longest_sequences():
+    # Two of 40 tokens fit into 100, so 9 need 5 rows, and 6 in whole micro-batches of 3; alone they need 9.
+    assert [RowLayout(16, 100).num_rows(9, 40, multiple) for multiple in (1, 3)] == [5, 6]
+    assert [RowLayout().num_rows(9, 40, multiple) for multiple in (1, 2)] == [9, 10]
+    assert RowLayout(16, 100).num_rows(1, 100, 1) == RowLayout().row_tokens(1) == 1
+
+
 @functools.cache
 def examples():
     """Four responses to one prompt, three to another, and one to a prompt of one token; one has two turns."""
