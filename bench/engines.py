@@ -36,15 +36,15 @@ def _only_cpu() -> bool:
     return not any(importlib.util.find_spec(name) for name in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"))
 
 
-def use_one_core_per_replica(options: flags.FlagValues) -> None:
-    """On a CPU, gives each replica a device with one thread; to be called before JAX looks for devices.
+def use_one_device_per_replica(options: flags.FlagValues) -> None:
+    """On a CPU, gives each replica a device with `--threads` threads; to be called before JAX looks for devices.
 
-    At the sizes that a CPU can decode, XLA's threads cost more than they gain: `tiny_model` made 8,100 tokens/s with
-    two threads and 10,800 with one.
+    The default is one replica for each core, with one thread: `tiny_model` made 8,100 tokens/s with two threads and
+    10,800 with one. Models that outgrow the caches are faster with one replica of all cores.
     """
     if _only_cpu() and not options.simulate:
         options.replicas = options.replicas or len(os.sched_getaffinity(0))
-        os.environ["NPROC"] = "1"  # XLA's number of threads
+        os.environ["NPROC"] = str(options.threads or 1)  # of XLA
         jax.config.update("jax_num_cpu_devices", options.replicas)
 
 

@@ -43,10 +43,15 @@ def start_baseline(options: flags.FlagValues, workload: Workload) -> tuple[JsonS
     """Starts another engine in its own process (baselines/) for the same work; returns it and its description.
 
     Raises:
-      ValueError: the interpreter doesn't start, or its environment lacks a package.
+      ValueError: the interpreter doesn't start, its environment lacks a package, or it can't read the model.
     """
     settings: dict[str, Any] = {"slots": options.slots}
     if options.against != "llama.cpp":
+        if not any(pathlib.Path(options.model).glob("*.safetensors")):
+            raise ValueError(
+                f"--against={options.against} needs a folder with *.safetensors, and {options.model} is none: name the "
+                "folder that `export` writes."
+            )
         longest = int(workload.lengths.max()) + workload.max_prompt_tokens
         blocks = num_pages(longest, BASELINE_SETTINGS["page_size"]) * BASELINE_SETTINGS["max_requests_per_batch"]
         # Four times what its requests can fill: below 15% of free blocks its scheduler holds requests back.
@@ -197,4 +202,4 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line.start("rollout", run, before=engines.use_one_core_per_replica)
+    command_line.start("rollout", run, before=engines.use_one_device_per_replica)

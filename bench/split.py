@@ -125,4 +125,4 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    command_line.start("split", run, before=engines.use_one_core_per_replica)
+    command_line.start("split", run, before=engines.use_one_device_per_replica)

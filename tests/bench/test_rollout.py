@@ -188,6 +188,14 @@ def test_a_baseline_that_cannot_start_is_named(model, workload, fake, capsys):
     assert "not one of transformers, llama.cpp, fake" in capsys.readouterr().err
 
 
+def test_a_baseline_refuses_a_gguf_file_before_it_starts(tmp_path, workload):
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    values = parsed("--against=transformers", "--against_python=/no", f"--model={gguf}")
+    with pytest.raises(ValueError, match=r"needs a folder with \*\.safetensors, and .*model\.gguf is none"):
+        rollout.start_baseline(values, workloads.load(workload))
+
+
 def test_a_shaped_model_is_made_once(tmp_path, workload, capsys):
     folder = tmp_path / "shaped"
     # It is there for a baseline before that starts, which fails here.
