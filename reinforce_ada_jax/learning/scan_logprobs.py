@@ -166,15 +166,14 @@ def gradients(
             d_hidden = _update(d_hidden, _slice(d_hidden, row, rows) + d_x, row, 0)
             if config.frozen_head:
                 return d_hidden, None
-            # As [D, v], whatever the head's layout: transposing the hidden states is cheaper than transposing a tile.
-            return d_hidden, d_part + _of_columns(x, d_logits)
+            return d_hidden, d_part + (_of_columns(d_logits, x) if config.tied else _of_columns(x, d_logits))
 
-        zeros = None if config.frozen_head else jnp.zeros((hidden.shape[1], size), jnp.float32)
+        shape = (size, hidden.shape[1]) if config.tied else (hidden.shape[1], size)
+        zeros = None if config.frozen_head else jnp.zeros(shape, jnp.float32)
         d_hidden, d_part = _tiles(hidden.shape[0], config.tile[0], rows_tile, (d_hidden, zeros))
         if config.frozen_head:
             return d_hidden, None
-        d_part = (d_part.T if config.tied else d_part).astype(dtype)
-        return d_hidden, _update(d_head, d_part, start, vocab_axis)
+        return d_hidden, _update(d_head, d_part.astype(dtype), start, vocab_axis)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), None if config.frozen_head else jnp.zeros(head.shape, dtype)
     return _tiles(head.shape[vocab_axis], config.tile[1], vocab_tile, zeros)
