@@ -173,7 +173,7 @@ def test_a_copy_of_the_layers_takes_at_most_18_percent_of_a_tpu(copy_gib, kind, 
     [
         (3e13, "tpu", "TPU v5 lite", 13),  # 2 s at 197 TFLOP/s are 3.94e14
         (3e13, "tpu", "TPU v5", 30), (3e13, "gpu", "NVIDIA A100-SXM4-80GB", 20),
-        (1.6e9, "cpu", "cpu", 62), (1e15, "tpu", "TPU v5 lite", 1),
+        (1.6e9, "cpu", "cpu", 625), (4.6e11, "cpu", "cpu", 2), (1e15, "tpu", "TPU v5 lite", 1),
     ],
 )  # fmt: skip
 def test_a_program_of_an_update_takes_two_seconds_at_the_peak(micro_flops, name, kind, expected):
