@@ -37,14 +37,15 @@ def _only_cpu() -> bool:
 
 
 def use_one_device_per_replica(options: flags.FlagValues) -> None:
-    """On a CPU, gives each replica a device with `--threads` threads; to be called before JAX looks for devices.
+    """On a CPU, gives each replica a device; to be called before JAX looks for devices.
 
-    The default is one replica for each core, with one thread: `tiny_model` made 8,100 tokens/s with two threads and
-    10,800 with one. Models that outgrow the caches are faster with one replica of all cores.
+    The default is a replica for each core, and as many threads: `tiny_model` made 10,800 tokens/s with one replica of
+    one thread and 8,100 with one of two. With `--threads` there is one replica, which is faster for models that outgrow
+    the caches. Replicas share XLA's threads, of which there is at least one for each.
     """
     if _only_cpu() and not options.simulate:
-        options.replicas = options.replicas or len(os.sched_getaffinity(0))
-        os.environ["NPROC"] = str(options.threads or 1)  # of XLA
+        options.replicas = options.replicas or (1 if options.threads else len(os.sched_getaffinity(0)))
+        os.environ["NPROC"] = str(options.threads or 1)  # XLA's number of threads, or that of devices if it is more
         jax.config.update("jax_num_cpu_devices", options.replicas)
 
 

@@ -78,8 +78,12 @@ INTEGERS = {
     "jobs": (1, "Runs of `learning` at the same time, one core each."),
     "rows": (None, "Rows of the batch of `loss` (16), responses of the minibatch of `update` (64)."),
     "micro_batches": (8, "Micro-batches of `update`, and of the baseline of `iteration`."),
-    "pack": (1, "Above 1: `update` is also measured with at most this many responses in a row."),
-    "threads": (0, "Threads of each process of `update`, 0: all cores; on a CPU of each replica of `rollout`, 0: one."),
+    "pack": (1, "Above 1: `update` is also measured with this learning.responses_per_row."),
+    "threads": (
+        0,
+        "Threads of each process of `update`, 0: all cores; on a CPU also those that decode, with one replica "
+        "by default, 0: one for each replica.",
+    ),
     "layers": (28, "Layers of the small model whose host time `update` measures."),
     "row_tokens": (1024, "Tokens of a row of `loss`."),
     "words": (151_936, "Vocabulary size of `loss`."),
@@ -119,7 +123,7 @@ USED = {
     "accelerator": (*_MODEL, "copy_mb", "micro_batches", "page_size", "prompt_tokens", "repeat", "requests",
                     "response_tokens", "rows", "slots"),
     "adaptive": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "barrier", "max_rounds", "prompts", "repeat",
-                 "samples_per_round", "scale", "speculative", "strategy"),
+                 "samples_per_round", "scale", "speculative", "strategy", "threads"),
     "iteration": ("config", "model", "shape", *_LENGTHS, "against", "against_python", "micro_batches", "repeat", "seed",
                   "variants"),
     "learning": ("algorithms", "jobs", "learning_rates", "output", "own", "seeds", "task", "updates"),

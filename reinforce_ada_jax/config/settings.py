@@ -355,8 +355,9 @@ class LearningConfig:
         "most 2,048 tokens; elsewhere one.", values.NOT_NEGATIVE, rule="updates_are_whole_micro_batches",
     )  # fmt: skip
     responses_per_row: int = setting(
-        16, "Most responses in max_prompt_tokens + max_response_tokens of a row. On CPUs short rows are joined, with "
-        "each prompt once for its responses (docs/architecture.md). 1: no packing.", values.MANY,
+        16, "Most responses of a row of max_prompt_tokens + max_response_tokens. On CPUs short rows are joined, with "
+        "each prompt once for its responses, if learning.attention computes blocks (docs/architecture.md). 1: no "
+        "packing.", values.MANY,
     )  # fmt: skip
     attention: str = setting(
         "auto", 'Learner attention; "blocks": in blocks of queries; "splash": JAX\'s TPU kernels; "cudnn": those of '
@@ -576,7 +577,7 @@ class Config:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row of the learner."""
+        """Tokens of the longest prompt and response; rows of the learner may have more."""
         return self.data.max_prompt_tokens + self.sampling.max_response_tokens
 
     @property

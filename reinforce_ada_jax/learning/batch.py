@@ -54,7 +54,7 @@ class Batch(Record):
     """
 
     tokens: Int[AnyArray, "*M B T"]  # of all segments
-    positions: Int[AnyArray, "*M B T"]  # of each token in its own segment, from 0; 0 in padding
+    positions: Int[AnyArray, "*M B T"]  # of each token in its prompt and response, from 0; 0 in padding
     segment_ids: Int[AnyArray, "*M B T"]  # the token's segment in its row, from 0; S in padding
     response_positions: Int[AnyArray, "*M B R"]  # index in the row of each response token; 1 beyond the responses
     response_segment_ids: Int[AnyArray, "*M B R"]  # the response token's segment; S beyond the responses
@@ -147,10 +147,12 @@ def make_batch(
     examples' `regularization`. If `architecture` has experts, it has the examples' experts, and prompts can't be
     shared.
 
-    Raises ValueError for a prompt or a response longer than its limit, a prompt without a token, or more rows than
-    `num_rows`.
+    Raises ValueError for a prompt or a response longer than its limit, a prompt without a token, more rows than
+    `num_rows`, or prompts that are to be shared in a model with experts.
     """
     layout = RowLayout() if layout is None else layout
+    if layout.shares_prompts and architecture is not None and architecture.num_experts:
+        raise ValueError(f"rows can't share prompts in a model with experts ({architecture.family}).")
     row_tokens, per_row = layout.row_tokens(max_prompt_tokens + max_response_tokens), layout.per_row
     lengths = _lengths(examples, max_prompt_tokens, max_response_tokens)
     shared = _shared_prompts(examples) if layout.shares_prompts else None
@@ -160,7 +162,7 @@ def make_batch(
         rows = pack(lengths, row_tokens, per_row, shared)
     else:
         rows = pack_without_zeros(lengths, advantage == 0, row_tokens, per_row, micro_rows, shared)
-    size = len(rows) if num_rows is None else num_rows
+    size = max(len(rows), micro_rows or 0) if num_rows is None else num_rows
     if len(rows) > size:
         raise ValueError(f"{len(rows)} rows are more than the {size} rows of the batch: raise num_rows.")
     columns = max_response_tokens if per_row == 1 else row_tokens

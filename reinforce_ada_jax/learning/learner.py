@@ -184,9 +184,8 @@ class Learner:
         rows = len(batch.tokens)
         if rows == 0 or rows % self.micro_rows:
             raise ValueError(
-                f"a batch of {rows} rows cannot be cut into micro-batches of {self.micro_rows} (learning."
-                "prompts_per_update * collection.group_size / learning.micro_batches): pad it with empty rows to a "
-                "multiple of that (make_batch's num_rows)."
+                f"a batch of {rows} rows cannot be cut into micro-batches of {self.micro_rows}: pad it with empty rows "
+                "to a multiple of that (make_batch's num_rows)."
             )
 
         def put(x):

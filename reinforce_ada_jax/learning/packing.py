@@ -20,11 +20,11 @@ class RowLayout(NamedTuple):
 
     def row_tokens(self, longest: int) -> int:
         """Returns the tokens of a row, if a prompt and a response have at most `longest` together."""
-        return self.tokens or longest
+        return max(self.tokens, longest)
 
     def num_rows(self, sequences: int, longest: int, multiple: int) -> int:
         """Returns the rows, a multiple of `multiple`, with room for these sequences of `longest` tokens each."""
-        in_row = self.row_tokens(longest) // longest
+        in_row = min(self.per_row, self.row_tokens(longest) // longest)
         return multiple * -(-sequences // (multiple * in_row))
 
 
@@ -43,10 +43,10 @@ class SharedPrompts(NamedTuple):
 def pack(lengths: Sequence[int], row_tokens: int, per_row: int, shared: SharedPrompts | None = None) -> list[list[int]]:
     """Assigns sequences, by their index, to rows: the longest first, each to the first row that has room for it.
 
-    Where `per_row` sets no limit, first-fit decreasing needs at most 11/9 of the fewest possible rows, and one more
-    (Yue, 1991). Each sequence has at most `row_tokens` tokens. With `per_row` 1 each has a row of its own, in the order
-    given. `lengths` count the prompt of each sequence. Where prompts are `shared`, the sequences of one follow each
-    other, and a row that has their prompt comes before others.
+    Each sequence has at most `row_tokens` tokens; `lengths` count its prompt. With `per_row` 1 each has a row of its
+    own, in the order given. Where `per_row` sets no limit and no prompts are `shared`, first-fit decreasing needs at
+    most 11/9 of the fewest possible rows, and one more (Yue, 1991). Where they are, the sequences of a prompt follow
+    each other, and a row that has their prompt comes before others.
     """
     if per_row == 1:
         return [[index] for index in range(len(lengths))]

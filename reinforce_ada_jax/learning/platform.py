@@ -17,8 +17,8 @@ from reinforce_ada_jax.policy.architecture import Architecture
 # Tokens of a micro-batch on CPUs: its activations stay in the caches, and its products are as fast as larger ones.
 CPU_TOKENS = 2048
 # Bytes of activations that a micro-batch keeps for the backward pass on CPUs. SmolLM2-135M keeps 0.7 MB a token. With
-# 16 rows of 96 tokens the program of an update took 1,654 MB beside its arguments, with 4 it takes 824 MB, as much as
-# the optimiser's step; their 384 tokens are enough for the full rate of a product.
+# 1,536 tokens the program of an update took 1,654 MB beside its arguments, with 384 it took 824 MB, as much as the
+# optimiser's step; they are enough for the full rate of a product.
 CPU_ACTIVATION_BYTES = 2**29
 # (rows, vocab) of the loss on GPUs. A product of 1,024 x 1,024 logits has 32 tiles of 128 x 256 for the 132
 # multiprocessors of an H100; one of 4,096 x 8,192 has a thousand. docs/performance.md has its traffic.
@@ -198,7 +198,7 @@ def row_layout(mesh: Mesh, config: Config, architecture: Architecture) -> RowLay
 
     A row of one prompt and one response at their limits rarely has room for another response. A layer has about 12
     weights for each pair of hidden numbers, so attention to as many tokens as there are hidden numbers takes a tenth of
-    the operations of the layer. Longer rows have that many tokens.
+    the operations of the layer. Longer rows have that many tokens, if each device's part of a micro-batch can fill one.
 
     Experts are recorded for each response, so models with experts share no prompts. With `learning.responses_per_row` =
     1 nothing is packed.
@@ -209,9 +209,17 @@ def row_layout(mesh: Mesh, config: Config, architecture: Architecture) -> RowLay
     is_packed = per_row > 1 and mesh.shape["context"] == 1 and config.model.numerics == "fast"
     if name != "cpu" or platform.attention != "blocks" or not is_packed:
         return RowLayout(per_row)
-    most = min(architecture.hidden_size, _cpu_tokens(activation_bytes(architecture, platform.remat, dtype)))
-    tokens = max(config.row_tokens, most)
-    return RowLayout(tokens // config.row_tokens * per_row, tokens, shares_prompts=not architecture.num_experts)
+    activations = _cpu_tokens(activation_bytes(architecture, platform.remat, dtype))
+    parts = mesh_lib.parts(mesh, "batch") * max(1, config.learning.micro_batches)
+    of_part = -(-_responses(config) // parts) * config.row_tokens
+    tokens = max(config.row_tokens, min(architecture.hidden_size, activations, of_part))
+    most = min(tokens, tokens // config.row_tokens * per_row)
+    return RowLayout(most, tokens, shares_prompts=not architecture.num_experts)
+
+
+def _responses(config: Config) -> int:
+    """Returns the responses of a minibatch of whole groups."""
+    return config.learning.prompts_per_update * config.collection.group_size
 
 
 def _cpu_tokens(token_bytes: int) -> int:
@@ -222,17 +230,15 @@ def _cpu_tokens(token_bytes: int) -> int:
 def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int, layout: RowLayout) -> int:
     """Returns the rows of a micro-batch: those of a minibatch of whole groups, divided by `learning.micro_batches`.
 
-    With 0 it is the minibatch; on CPUs the largest micro-batch of at most 2,048 tokens and 512 MiB of activations
-    (`token_bytes` each) that divides the minibatch, or else one row for each device.
+    With 0 it is the minibatch. On CPUs it is then at most 2,048 tokens and 512 MiB of activations (`token_bytes` each),
+    or one row for each device: of the sizes from half of the largest on that which needs the fewest empty rows.
     """
-    responses = config.learning.prompts_per_update * config.collection.group_size
-    parts = row_shards * max(1, config.learning.micro_batches)
-    rows = layout.num_rows(responses, config.row_tokens, parts)
+    micro_batches = max(1, config.learning.micro_batches)
+    rows = layout.num_rows(_responses(config), config.row_tokens, row_shards * micro_batches) // row_shards
     if config.learning.micro_batches or name != "cpu":
-        return rows // max(1, config.learning.micro_batches)
-    row_tokens = layout.row_tokens(config.row_tokens)
-    valid = [size for size in range(row_shards, rows + 1, row_shards) if rows % size == 0]
-    return max([size for size in valid if size * row_tokens <= _cpu_tokens(token_bytes)], default=valid[0])
+        return row_shards * (rows // micro_batches)
+    most = min(rows, max(1, _cpu_tokens(token_bytes) // (row_shards * layout.row_tokens(config.row_tokens))))
+    return row_shards * min(range(most, most // 2, -1), key=lambda size: -rows % size)
 
 
 def micro_rows_on(mesh: Mesh, config: Config, architecture: Architecture) -> int:

@@ -62,6 +62,20 @@ def test_recorded_experts_stand_at_their_tokens():
     assert make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4).experts is None
 
 
+def test_prompts_are_not_shared_with_experts():
+    layout = RowLayout(2, shares_prompts=True)
+    architecture = recording.golden("qwen3_moe")[0]
+    with pytest.raises(ValueError, match="rows can't share prompts in a model with experts"):
+        make_batch([], max_prompt_tokens=4, max_response_tokens=4, layout=layout, architecture=architecture)
+
+
+def test_a_batch_without_an_advantage_counts_what_is_left_out():
+    rows = [row._replace(advantage=0.0) for row in ROWS]
+    batch = make_batch(rows, max_prompt_tokens=3, max_response_tokens=4, micro_rows=2)
+    assert batch.tokens.shape == (2, 7) and batch.response_length.sum() == 0
+    np.testing.assert_array_equal(batch.left_out, [[6, 2], [0, 0]])
+
+
 def test_advantages_of_large_rewards():
     # Both rewards and their mean are 16,777,216 in float32, which would leave no advantage.
     pool = Pool(

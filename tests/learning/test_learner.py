@@ -407,7 +407,7 @@ def test_another_number_of_live_rows_compiles_nothing():
 @pytest.mark.parametrize("rows", [0, 1, 9])
 def test_a_batch_is_cut_into_whole_micro_batches(rows):
     some = make_batch([], max_prompt_tokens=1, max_response_tokens=1, num_rows=rows)
-    with pytest.raises(ValueError, match=f"a batch of {rows} rows cannot be cut into micro-batches of 4 "):
+    with pytest.raises(ValueError, match=f"a batch of {rows} rows cannot be cut into micro-batches of 4:"):
         learner(2).put(some)
 
 

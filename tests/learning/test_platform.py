@@ -186,11 +186,11 @@ MODEL = ("model", "model")
 @pytest.mark.parametrize(
     ("name", "micro_batches", "row_tokens", "row_shards", "token_bytes", "expected"),
     [
-        ("cpu", 0, 144, 1, 1, 12),  # 1,728 tokens: 14 rows do not divide 96
+        ("cpu", 0, 144, 1, 1, 12),  # 1,728 tokens: 14 rows would need two empty ones
         ("cpu", 0, 16, 1, 1, 96),  # all of them have 1,536
         ("cpu", 0, 144, 8, 1, 8),  # 12 rows are not the same on 8 devices
         ("cpu", 0, 4096, 1, 1, 1), ("cpu", 0, 4096, 8, 1, 8),
-        ("cpu", 0, 96, 1, 2**20, 4),  # 512 tokens have 512 MiB, 5 rows do not divide 96
+        ("cpu", 0, 96, 1, 2**20, 4),  # 512 tokens have 512 MiB, 5 rows would need four empty ones
         ("cpu", 2, 128, 1, 2**20, 48), ("gpu", 0, 128, 1, 2**20, 96),
         ("tpu", 0, 128, 1, 1, 96), ("tpu", 4, 128, 1, 1, 24),
     ],
@@ -203,6 +203,18 @@ def test_micro_batches_of_cpus_fit_their_caches(name, micro_batches, row_tokens,
         learning=LearningConfig(prompts_per_update=24, micro_batches=micro_batches),
     )
     assert micro_rows(name, config, row_shards, token_bytes, RowLayout(16)) == expected
+
+
+def test_a_micro_batch_is_more_than_a_row_where_their_number_is_prime():
+    config = Config(
+        data=DataConfig(max_prompt_tokens=40),
+        sampling=SamplingConfig(max_response_tokens=40),
+        collection=CollectionConfig(group_size=8),
+        learning=LearningConfig(prompts_per_update=16),
+    )
+    layout = RowLayout(48, tokens=256)
+    assert layout.num_rows(128, 80, 1) == 43
+    assert micro_rows("cpu", config, 1, 1, layout) == 5  # two empty rows; 8 rows have 2,048 tokens, and need five
 
 
 def test_activations_of_smollm2_are_those_of_its_products():

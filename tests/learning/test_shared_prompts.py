@@ -149,13 +149,18 @@ CONFIG = Config(
 @pytest.mark.parametrize(
     ("changes", "family", "axes", "expected", "micro_rows"),
     [
-        # 96 tokens for a prompt and a response: five fit, and of 128 responses 26 rows, of which 2,048 tokens take two.
-        ({}, "qwen2", {}, RowLayout(80, 500, True), 2),
+        # 96 tokens for a prompt and a response: five fit, and 128 responses take 26 rows. Four have 2,048 tokens:
+        # of four rows there are seven micro-batches, with two empty rows, of three nine, with one.
+        ({}, "qwen2", {}, RowLayout(80, 500, True), 3),
         ({"learning.micro_batches": 8}, "qwen2", {}, RowLayout(80, 500, True), 4),
         ({}, "qwen2", {"data": 8}, RowLayout(80, 500, True), 8),
+        # A row is no longer than what a device has of a micro-batch: one response, or two.
+        ({"learning.micro_batches": 128}, "qwen2", {}, RowLayout(16, 96, True), 1),
+        ({"learning.prompts_per_update": 2}, "qwen2", {"data": 8}, RowLayout(32, 192, True), 8),
+        ({"learning.responses_per_row": 65_536}, "qwen2", {}, RowLayout(500, 500, True), 3),
         ({"sampling.max_response_tokens": 600}, "qwen2", {}, RowLayout(16, 648, True), 2),
-        ({}, "mistral_window", {}, RowLayout(80, 500, True), 2),
-        ({}, "qwen3_moe", {}, RowLayout(80, 500), 2),
+        ({}, "mistral_window", {}, RowLayout(80, 500, True), 3),
+        ({}, "qwen3_moe", {}, RowLayout(80, 500), 3),
         ({}, "qwen2", {"context": 2}, RowLayout(16), 16),
         ({"learning.responses_per_row": 1}, "qwen2", {}, RowLayout(), 16),
         ({"learning.attention": "jnp"}, "qwen2", {}, RowLayout(16), 16),
