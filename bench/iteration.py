@@ -276,7 +276,7 @@ def begin(
         stop=interrupt.stop(progress.phase),
         interrupt=interrupt,
         progress=progress,
-        checkpoints=startup.open_checkpoints(config, workdir, stack),
+        checkpoints=startup.open_checkpoints(given, workdir, stack),
         identity=resume.identity(given),
         compiles=CompileCounter(),
     )

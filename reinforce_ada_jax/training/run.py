@@ -125,6 +125,14 @@ class Run(Inputs):
     compiles: CompileCounter  # counter of XLA compilations
     copy: LocalCopy | None = None  # local copy of a work directory in a bucket
 
+    def begin_update(self) -> None:
+        """On CPUs, waits for the last save; NotSavedError if it failed.
+
+        A save reads the arrays of a CPU in place, so an update before its end would copy them all.
+        """
+        if self.learner.mesh.devices.flat[0].platform == "cpu":
+            self.checkpoints.wait()
+
     def policy(self, state: RunState) -> Params:
         """Returns the current weights, to score with and to decode from. The next update donates them."""
         return self.learner.policy(state.learner.params, self.base)

@@ -136,7 +136,7 @@ def start(
     estimator = components_lib.make_estimator(config, components) if inputs.strategy.estimates else None
 
     # 5. The state: that of the newest checkpoint, or a new one.
-    checkpoints = open_checkpoints(config, workdir, stack)
+    checkpoints = open_checkpoints(inputs, workdir, stack)
     identity = resume.identity(inputs)
     state = newest_state(inputs, checkpoints, workdir, identity) or first_state(inputs, params, estimator)
     inputs.selection.load_json(state.selection)
@@ -144,9 +144,7 @@ def start(
         estimator.load_json(state.estimator)
 
     # 6. The programs of the updates, for these arrays. In supervised training nothing else would run meanwhile.
-    shapes = abstract(state.learner)
-    checksum = {"checksum of a checkpoint": lambda: fingerprints.of_arrays.lower(shapes)}
-    fingerprint = compilation.add(checksum if draws else {})
+    fingerprint = compilation.add(fingerprints.programs(abstract(state.learner)) if draws else {})
     ready_to_update = compilation.add(update_programs(inputs, state.learner, base, reference) if draws else {})
 
     # 7. Signals, metrics and the terminal.
@@ -231,14 +229,15 @@ def begin_progress(inputs: Inputs, state: RunState, stack: contextlib.ExitStack,
     return progress
 
 
-def open_checkpoints(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> "Checkpoints":
+def open_checkpoints(inputs: Inputs, workdir: pathlib.Path, stack: contextlib.ExitStack) -> "Checkpoints":
     """Opens the checkpoints of the one training in a work directory; `stack` closes them."""
     from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax: while programs compile)
 
-    chosen = config.checkpoint
+    chosen, is_one_cpu = inputs.config.checkpoint, processes.total() == 1 and jax.default_backend() == "cpu"
+    arrays = jax.tree.leaves(abstract_state(inputs.config, inputs.learner))
     checkpoints = Checkpoints(
         workdir, keep=chosen.keep, keep_best=chosen.keep_best, keep_every=chosen.keep_every, run_id=run_id(workdir),
-        writes=True,
+        writes=True, largest_bytes=max(array.size * array.dtype.itemsize for array in arrays) if is_one_cpu else 0,
     )  # fmt: skip
     stack.callback(checkpoints.close)
     return checkpoints

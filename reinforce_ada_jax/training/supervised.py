@@ -121,6 +121,7 @@ def supervised_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingS
     prompts, cursor = next_prompts(run.prompts, cursor, run.config.learning.prompts_per_update)
     rows = [run.demonstrations[prompt.id] for prompt in prompts]
     batch = supervised_batch(run, rows)
+    run.begin_update()
     learner, result = run.learner.update(state.learner, batch, run.base, between=run.stop.agree)
     result = jax.device_get(result)
     if not result.finite:

@@ -286,7 +286,9 @@ def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) ->
     Raises:
       Interrupted: the run was asked to end during the first update; or there is no time, and the state is lost.
       TrainingStopped: the new weights are not finite, and the state is lost.
+      NotSavedError: the last save failed.
     """
+    run.begin_update()
     learner, in_a_row, iteration = state.learner, state.skipped_in_a_row, state.iteration + 1
     begin, results, stopped = time.monotonic(), [], None
     gaps = NO_GAP if scores_in_update(run.config) else {}
