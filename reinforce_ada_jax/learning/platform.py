@@ -231,7 +231,7 @@ def micro_rows(name: str, config: Config, row_shards: int, token_bytes: int, lay
     """Returns the rows of a micro-batch: those of a minibatch of whole groups, divided by `learning.micro_batches`.
 
     With 0 it is the minibatch. On CPUs it is then at most 2,048 tokens and 512 MiB of activations (`token_bytes` each),
-    or one row for each device: of the sizes from half of the largest on that which needs the fewest empty rows.
+    or one row for each device. Of the sizes from half of the largest on, the one with the fewest empty rows is chosen.
     """
     micro_batches = max(1, config.learning.micro_batches)
     rows = layout.num_rows(_responses(config), config.row_tokens, row_shards * micro_batches) // row_shards
