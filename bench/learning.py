@@ -4,7 +4,7 @@ The task `cipher` is the built-in one (configs/tiny.py), with one right response
 responses are right (examples/second_half.py); `words` is the tutorial's (configs/word_problems.py), whose model,
 problems and prompts docs/tutorial.md makes; `maze` is MaxRL's (configs/maze.py), with mazes and a warm start as in
 docs/maze.md; in `sums` and `char_count` SmolLM2-135M learns (docs/smollm2.md has the commands for its files; a run
-needs 6 GB of memory, and half an hour or more). Every run is `train`, in a process and a work directory of its own:
+needs 5 GB of memory, and half an hour or more). Every run is `train`, in a process and a work directory of its own:
 after an interruption the same command continues, and a finished run is not repeated. Every algorithm has a run before
 any has two. Seconds are those of collecting and updating, compilation included; compare them within one command on an
 idle machine.
