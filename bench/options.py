@@ -81,8 +81,8 @@ INTEGERS = {
     "pack": (1, "Above 1: `update` is also measured with this learning.responses_per_row."),
     "threads": (
         0,
-        "Threads of each process of `update`, 0: all cores; on a CPU also those that decode, with one replica "
-        "by default, 0: one for each replica.",
+        "Threads of each process of `update`; 0: all cores. On a CPU also those of `rollout` and `adaptive`, then with "
+        "one replica by default; 0: one for each replica.",
     ),
     "layers": (28, "Layers of the small model whose host time `update` measures."),
     "row_tokens": (1024, "Tokens of a row of `loss`."),

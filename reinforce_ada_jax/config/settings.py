@@ -356,8 +356,8 @@ class LearningConfig:
     )  # fmt: skip
     responses_per_row: int = setting(
         16, "Most responses of a row of max_prompt_tokens + max_response_tokens. On CPUs short rows are joined, with "
-        "each prompt once for its responses, if learning.attention computes blocks (docs/architecture.md). 1: no "
-        "packing.", values.MANY,
+        "each prompt once for its responses, where attention is in blocks (docs/architecture.md). 1: no packing.",
+        values.MANY,
     )  # fmt: skip
     attention: str = setting(
         "auto", 'Learner attention; "blocks": in blocks of queries; "splash": JAX\'s TPU kernels; "cudnn": those of '

@@ -168,8 +168,7 @@ def gradients(
                 return d_hidden, None
             return d_hidden, d_part + (_of_columns(d_logits, x) if config.tied else _of_columns(x, d_logits))
 
-        shape = (size, hidden.shape[1]) if config.tied else (hidden.shape[1], size)
-        zeros = None if config.frozen_head else jnp.zeros(shape, jnp.float32)
+        zeros = None if config.frozen_head else jnp.zeros(part.shape, jnp.float32)
         d_hidden, d_part = _tiles(hidden.shape[0], config.tile[0], rows_tile, (d_hidden, zeros))
         if config.frozen_head:
             return d_hidden, None

@@ -125,8 +125,8 @@ class Checkpoints:
     ):
         """Opens the folder, or makes it. `Retention` describes `keep`, `keep_best` and `keep_every`.
 
-        A save copies what it writes at a time. With `largest_bytes`, those of the largest array, that is at most 256
-        MiB, or little more than this array; with 0 all arrays.
+        `largest_bytes` are those of the learner's largest array on a CPU. A save then copies `MOST_COPIED` bytes of the
+        learner's arrays at a time, or a little more than this array. With 0 it copies as many as it can write at once.
 
         Checkpoints of runs with another id than `run_id` are left alone; with None only iterations are compared. The
         process that trains in the work directory has `writes`: it alone removes the files of unfinished saves, because
@@ -146,10 +146,14 @@ class Checkpoints:
         self.times = SaveTimes(workdir)
         self._retention = Retention(keep, keep_best, keep_every, {}, {})
         handlers: dict[str, Any] | None = None
-        if largest_bytes:  # Orbax waits for more than an array's bytes, and takes fractions of GB
+        if largest_bytes:
+            # Orbax refuses an array above the limit, and takes fractions of GB. The sampler's arrays may be larger.
             limit: Any = max(MOST_COPIED, 1.1 * largest_bytes) / 1e9
-            arrays = {name: ocp.StandardCheckpointHandler(save_concurrent_gb=limit) for name in ("learner", "sampler")}
-            handlers = arrays | {"run": ocp.JsonCheckpointHandler()}
+            handlers = {
+                "learner": ocp.StandardCheckpointHandler(save_concurrent_gb=limit),
+                "sampler": ocp.StandardCheckpointHandler(),
+                "run": ocp.JsonCheckpointHandler(),
+            }
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(

@@ -101,6 +101,11 @@ class Inputs:
         """True if the responses are given: nothing is drawn or graded."""
         return bool(self.demonstrations)
 
+    @property
+    def learns_on_cpu(self) -> bool:
+        """True if the learner's arrays are in the memory of the host."""
+        return self.learner.mesh.devices.flat[0].platform == "cpu"
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Run(Inputs):
@@ -130,7 +135,7 @@ class Run(Inputs):
 
         A save reads the arrays of a CPU in place, so an update before its end would copy them all.
         """
-        if self.learner.mesh.devices.flat[0].platform == "cpu":
+        if self.learns_on_cpu:
             self.checkpoints.wait()
 
     def policy(self, state: RunState) -> Params:

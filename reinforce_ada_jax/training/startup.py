@@ -233,11 +233,13 @@ def open_checkpoints(inputs: Inputs, workdir: pathlib.Path, stack: contextlib.Ex
     """Opens the checkpoints of the one training in a work directory; `stack` closes them."""
     from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax: while programs compile)
 
-    chosen, is_one_cpu = inputs.config.checkpoint, processes.total() == 1 and jax.default_backend() == "cpu"
-    arrays = jax.tree.leaves(abstract_state(inputs.config, inputs.learner))
+    chosen, largest = inputs.config.checkpoint, 0
+    if inputs.learns_on_cpu and processes.total() == 1:
+        arrays = jax.tree.leaves(abstract_state(inputs.config, inputs.learner))
+        largest = max(array.size * array.dtype.itemsize for array in arrays)
     checkpoints = Checkpoints(
         workdir, keep=chosen.keep, keep_best=chosen.keep_best, keep_every=chosen.keep_every, run_id=run_id(workdir),
-        writes=True, largest_bytes=max(array.size * array.dtype.itemsize for array in arrays) if is_one_cpu else 0,
+        writes=True, largest_bytes=largest,
     )  # fmt: skip
     stack.callback(checkpoints.close)
     return checkpoints
