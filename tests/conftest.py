@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests import compiling, forked, typechecking
@@ -33,6 +34,10 @@ compiling.share_contexts()
 # With Python's numbers collections of garbage take 3 % of the processor's time: they visit what files compiled, again
 # and again. Each file begins with one.
 gc.set_threshold(10_000, 10, 30)
+
+# Hypothesis fails a case that takes 0.2 s of the clock, as any does on a busy machine, and draws others in each run.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("suite")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

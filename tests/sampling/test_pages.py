@@ -37,7 +37,7 @@ def test_allocate_and_release_by_hand(allocate, release):
     assert free_pages(pool) == []
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data(), decode_steps=st.integers(1, 12))
 def test_pages_are_conserved(data, decode_steps):
     """Random rows are released, random rows allocated: no page is held twice, lost, or the null page."""

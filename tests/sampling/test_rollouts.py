@@ -405,7 +405,7 @@ def test_a_session_broken_off_leaves_nothing_behind():
     tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(data=st.data(), limit=st.integers(1, 12), changes=st.sampled_from([{}, tiny.SCARCE]))
 def test_any_stream_of_requests_is_answered(data, limit, changes):
     """Prompts in any order, rounds of any size: nothing is lost or doubled, and every answer is that of its address."""
