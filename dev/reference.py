@@ -1,4 +1,4 @@
-"""Writes what the code makes of docs: reference/commands.md, exit_codes.md, functions.md, and tables of two pages.
+"""Writes what the code makes of docs: reference/commands.md, exit_codes.md, functions.md, tables, and line numbers.
 
     .venv/bin/python dev/reference.py            # writes them
     .venv/bin/python dev/reference.py --check    # fails where a page differs from the code
@@ -224,6 +224,31 @@ def coming_from_page() -> str:
     return f"{before}{ALIASES_BEGIN}\n{aliases_table()}\n{ALIASES_END}{rest.split(ALIASES_END)[1]}"
 
 
+def line_of(file: str, name: str) -> int:
+    """Returns the line in a file of the package where a function, a class or a method ("Class.method") begins.
+
+    Raises:
+      ValueError: the file has no such name.
+    """
+    body, line = ast.parse((ROOT / "reinforce_ada_jax" / file).read_text()).body, 0
+    for part in name.split("."):
+        nodes = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part]
+        if not nodes:
+            raise ValueError(f"{file} has no {name}. Name another place in CONTRIBUTING.md.")
+        body, line = nodes[0].body, nodes[0].lineno
+    return line
+
+
+def contributing_page() -> str:
+    """Returns CONTRIBUTING.md with the present line of each step of its walks, as `file.py:57`, `function`."""
+    return re.sub(
+        r"^(\d+\. `)([\w/]+\.py)(?::\d+)?`, `([\w.]+)`",
+        lambda step: f"{step[1]}{step[2]}:{line_of(step[2], step[3])}`, `{step[3]}`",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        flags=re.MULTILINE,
+    )
+
+
 def pages() -> dict[pathlib.Path, str]:
     """Returns {file: text} of all pages."""
     return {
@@ -233,6 +258,7 @@ def pages() -> dict[pathlib.Path, str]:
         FOLDER.parent / "algorithms.md": algorithms_page(),
         FOLDER.parent / "how_to" / "coming_from.md": coming_from_page(),
         FOLDER.parent / "troubleshooting.md": troubleshooting_page(),
+        ROOT / "CONTRIBUTING.md": contributing_page(),
     }
 
 

@@ -348,7 +348,7 @@ def walks() -> dict[str, list[tuple[str, str]]]:
     """(file in the package, function) of each step, by the name of the walk."""
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## Three walks through the code\n")[1].partition("\n## ")[0]
     parts = re.split(r"^\*\*(.+?)\*\*", section, flags=re.MULTILINE)[1:]
-    steps = (re.findall(r"^\d+\. `(.+?)`, `(.+?)`: ", part, re.MULTILINE) for part in parts[1::2])
+    steps = (re.findall(r"^\d+\. `(.+?):\d+`, `(.+?)`: ", part, re.MULTILINE) for part in parts[1::2])
     return dict(zip(parts[::2], steps, strict=True))
 
 
