@@ -1,9 +1,12 @@
 """Stand-ins that several tests share, each made by one function: limits, clocks, packages, processes."""
 
+import contextlib
 import importlib.util
+import resource
+import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +28,19 @@ def clock(patch: pytest.MonkeyPatch, module: types.ModuleType) -> types.SimpleNa
     now = types.SimpleNamespace(seconds=0.0)
     patch.setattr(module.time, "monotonic", lambda: now.seconds)
     return now
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """A write beyond the first 50,000 bytes of a file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
 
 
 def without_packages(patch: pytest.MonkeyPatch, *names: str) -> None:

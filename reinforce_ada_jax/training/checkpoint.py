@@ -135,7 +135,7 @@ class Checkpoints:
         self.folder = buckets.checkpoints(workdir)
         self._writes, self._run_id = writes, run_id
         self.saved_at = time.monotonic()  # when the last save began, or the folder was opened
-        self._saving: int | None = None  # the newest save
+        self._saving: int | None = None  # the newest save, until `check` or `wait` has found it complete
         _ignore_coroutines()
         if writes:
             self._remove_unfinished()
@@ -211,9 +211,8 @@ class Checkpoints:
         return max(self.iterations(), default=None)
 
     def newest_on_disk(self) -> int:
-        """Returns the newest iteration of the run that is completely written; 0 without one."""
-        saving = self._saving if self._manager.is_saving_in_progress() else None
-        return max((iteration for iteration in self.iterations() if iteration != saving), default=0)
+        """Returns the newest iteration of the run that `check` or `wait` has found complete; 0 without one."""
+        return max((iteration for iteration in self.iterations() if iteration != self._saving), default=0)
 
     def iterations(self) -> list[int]:
         """Returns all iterations of the run that are saved or being saved, ascending."""
@@ -282,13 +281,15 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises NotSavedError if a save in the background failed."""
-        with self._writing():
-            self._manager.check_for_errors()
+        # Orbax's `check_for_errors` raises nothing after a failed save: its own thread has taken the error by then.
+        if not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
         """Waits until all saves are on disk; raises NotSavedError if one failed."""
         with self._writing():
             self._manager.wait_until_finished()
+        self._saving = None
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -299,6 +300,7 @@ class Checkpoints:
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             of_system = re.search(r"os_error_code='(\d+)'", str(error))  # after three paths, in TensorStore's text
             reason = os.strerror(int(of_system[1])) if of_system else first_line(error)
+            self._manager.reload()  # a save that failed has removed none of those that it would replace
             raise NotSavedError(f"no checkpoint could be written to {self.folder}: {reason}") from error
 
     def record(self, iteration: int) -> dict[str, Any]:

@@ -110,6 +110,8 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
         processes.leave()
     except OSError as error:
         processes.wait_for_news()  # a save that fails because a process is gone looks like a full disk
+        with contextlib.suppress(OSError):  # the first error is reported
+            run.checkpoints.wait()  # a save that still runs may fail, too
         remedy = f"Fix this (on a full disk, free space), then: {_resuming(run)}"
         outcome = Outcome(Ending.STOPPED, f"{error}. Training stopped. {_newest_saved(run)}. {remedy}")
         _end_hosts(run, outcome)

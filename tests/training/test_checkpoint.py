@@ -380,26 +380,38 @@ def test_which_ones_stay(tmp_path, state):
 
 
 def test_a_full_disk_is_said_and_leaves_the_others(copied, state, learner, capfd):
-    resource = pytest.importorskip("resource")
     checkpoints = Checkpoints(copied, keep=3, writes=True)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    import signal  # noqa: PLC0415
-
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # a write beyond it fails, as on a full disk
     try:
-        with pytest.raises(NotSavedError, match="no checkpoint could be written to .*: File too large"):
+        with (
+            standins.full_disk(),
+            pytest.raises(NotSavedError, match="no checkpoint could be written to .*: File too large"),
+        ):
             checkpoints.save(4, state, {"iteration": 4})
             checkpoints.wait()
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
         checkpoints.close()
     said = []
     assert "Traceback" not in capfd.readouterr().err
     assert sorted(folder.name for folder in (copied / "checkpoints").iterdir()) == ["1", "2", "3"], "no room is lost"
     assert newest(copied, learner, said)[1]["iteration"] == 3 and not said
     assert json.loads((copied / "checkpoints" / "3" / "run" / "metadata").read_text())
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_save_that_failed_in_the_background_is_found_and_does_not_count(copied, state, keep):
+    """Orbax's own check finds nothing, and its list has the failed one in place of those that it would replace."""
+    checkpoints = Checkpoints(copied, keep=keep, writes=True)
+    try:
+        with standins.full_disk():
+            checkpoints.save(4, state, {"iteration": 4})
+            while checkpoints._manager.is_saving_in_progress():
+                time.sleep(0.01)
+        assert checkpoints.newest_on_disk() < 4, "its responses must stay in the journal"
+        with pytest.raises(NotSavedError, match="File too large"):
+            checkpoints.check()
+        assert checkpoints.latest() == checkpoints.newest_on_disk() == 3
+    finally:
+        checkpoints.close()
 
 
 # ---- what is learned after a save ---------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import dataclasses
 import pathlib
 import re
 import signal
-import time
 import traceback
 
 import jax
@@ -25,6 +24,7 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, resume, startup
+from reinforce_ada_jax.training.checkpoint import Checkpoints
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.run import TrainingStopped
@@ -165,26 +165,37 @@ def test_one_iteration_is_traced(tmp_path):
 
 
 def test_a_full_disk_ends_the_run(tmp_path):
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.ExitStack() as stack:
 
-    def full_at_4(run, state):
-        if state.iteration == 3:
-            while not (tmp_path / "checkpoints" / "3").exists():
-                time.sleep(0.01)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # a write beyond it fails, as on a full disk
-        return iterate(run, state)
+        def full_at_4(run, state):
+            if state.iteration == 3:
+                run.checkpoints.wait()
+                stack.enter_context(standins.full_disk())
+            return iterate(run, state)
 
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
         outcome, _ = run(tmp_path, full_at_4, **{"checkpoint.every": 1})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
     assert outcome.ending is Ending.STOPPED
     assert outcome.message.startswith("no checkpoint could be written to ")
     assert ". Training stopped. The last complete checkpoint is 3. Fix this (on a full disk" in outcome.message
     assert run(tmp_path)[1].iteration == 3
+
+
+def test_a_save_that_fails_after_another_error_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoints, "check", lambda _: None)  # the save of iteration 3 still goes on
+    with contextlib.ExitStack() as stack:
+
+        def full_at_3(run, state):
+            if state.iteration == 2:
+                run.checkpoints.wait()
+                stack.enter_context(standins.full_disk())
+            if state.iteration == 3:
+                raise OSError("no samples could be written")
+            return iterate(run, state)
+
+        outcome, _ = run(tmp_path, full_at_3, **{"checkpoint.every": 1})
+    assert outcome.message.startswith(
+        "no samples could be written. Training stopped. The last complete checkpoint is 2."
+    )
 
 
 THREAD_THAT_RUNS = """
