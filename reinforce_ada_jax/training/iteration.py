@@ -14,9 +14,10 @@ from reinforce_ada_jax.collection import averages, selection
 from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.signals import Stop
 from reinforce_ada_jax.reporting import samples
 from reinforce_ada_jax.training import response_journal, reward_check
-from reinforce_ada_jax.training.drawing import Drawn, choose, draw, draw_metrics, make_groups
+from reinforce_ada_jax.training.drawing import Drawn, Source, choose, draw, draw_metrics, make_groups
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.updates import make_updates, score_groups
@@ -43,8 +44,8 @@ def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStoppe
     if drawn is None:
         source = choose(run, state, _read_journal(run, state))  # prompts, and the weights to draw from
         drawn = draw(run, source, run.stop)  # and grade
+        _write_journal(run, state, drawn.collected)
     waited = {"time/wait_s": time.monotonic() - begin} if run.config.draws_ahead else {}
-    _write_journal(run, state, drawn.collected)
 
     groups = make_groups(run, drawn)
     _report(run, state, groups)
@@ -155,5 +156,12 @@ def _begin_next(run: Run, after: RunState) -> RunState:
     after = dataclasses.replace(after, sampler_weights=run.rollouts.decode_weights(run.policy(after)))
     if after.iteration < run.config.iterations:
         source = dataclasses.replace(choose(run, after, _read_journal(run, after)), reshard=run.rollouts.reshard)
-        run.ahead.begin(functools.partial(draw, run, source), run.stop)
+        run.ahead.begin(functools.partial(_draw_next, run, after, source), run.stop)
     return after
+
+
+def _draw_next(run: Run, after: RunState, source: Source, stop: Stop) -> Drawn:
+    """Draws the next iteration and stores its responses, in a thread: the run may end before it takes them."""
+    drawn = draw(run, source, stop)
+    _write_journal(run, after, drawn.collected)
+    return drawn

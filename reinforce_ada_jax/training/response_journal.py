@@ -117,7 +117,7 @@ class ResponseJournal:
         origin = self._origin = _origin(state)
         self._pace, self._given = Pace(self._clock), CollectedShard([])
         self._sent.clear()
-        if self._stores_broken_off and (processes.count() > 1 or state.sampler_weights is not None):
+        if state.sampler_weights is not None or (self._stores_broken_off and processes.count() > 1):
             self._fingerprints(origin.weights)  # a program of all learners, which a thread that draws can't call
         if origin.iteration not in self._found:
             return None

@@ -268,6 +268,24 @@ def test_collections_that_are_stored_are_not_drawn_again(unbroken, tmp_path, mon
     assert_same_run(tmp_path / "run", unbroken)
 
 
+def test_a_collection_that_has_ended_before_a_request_to_end_is_not_drawn_again(unbroken, tmp_path, monkeypatch):
+    """Iteration 2 is drawn to its end during the updates of iteration 1, in which the run is asked to end."""
+
+    def asked_at_1(run, state, minibatches):
+        run.ahead.wait(run.stop)
+        if state.iteration == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        standins.before(patch, iteration, "make_updates", asked_at_1)
+        assert train(tmp_path / "run").ending is Ending.INTERRUPTED
+    drawn = []
+    standins.before(monkeypatch, drawing, "collect", lambda *arguments, **_: drawn.append(arguments[4].iteration))
+    train(tmp_path / "run")
+    assert drawn == [3]
+    assert_same_run(tmp_path / "run", unbroken)
+
+
 # ---- kills -------------------------------------------------------------------------------------------------------
 # The test above holds what a request to end leaves, and test_train.py kills runs that draw and learn in turn.
 
