@@ -294,6 +294,15 @@ def observe(selection: Selection, groups: Sequence[Group], source: str) -> dict[
     return metrics
 
 
+def state_of(selection: Selection, source: str) -> dict[str, Any]:
+    """Returns the state of a selection as JSON; `source` is `collection.selection`.
+
+    It is a copy: a user's class may return an object that its next `observe` changes.
+    """
+    with running(source):
+        return json.loads(json.dumps(selection.to_json()))
+
+
 # ---- from a configuration --------------------------------------------------------------------------------------------
 
 

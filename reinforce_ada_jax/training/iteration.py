@@ -136,11 +136,9 @@ def _without_updates(run: Run, state: RunState, drawn: Drawn) -> RunState:
     """Returns the state after an iteration, with the weights before its updates."""
     pools, noise = drawn.collected.pools, drawn.source.noise
     observed = averages.rounds(pools) | ({} if noise is None else averages.score_squares(pools))
-    with selection.running(run.config.collection.selection):
-        chosen_by = run.selection.to_json()
     return RunState(
         learner=state.learner,
-        selection=chosen_by,
+        selection=selection.state_of(run.selection, run.config.collection.selection),
         iteration=state.iteration + 1,
         partial_rollouts=drawn.source.choice.upcoming.partial,
         estimator=None if run.estimator is None else run.estimator.to_json(),

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -139,7 +140,7 @@ def start(
     checkpoints = open_checkpoints(inputs, workdir, stack)
     identity = resume.identity(inputs)
     state = newest_state(inputs, checkpoints, workdir, identity) or first_state(inputs, params, estimator)
-    inputs.selection.load_json(state.selection)
+    inputs.selection.load_json(deepcopy(state.selection))  # it may keep and change what it gets
     if estimator is not None and state.estimator is not None:
         estimator.load_json(state.estimator)
 
@@ -279,7 +280,8 @@ def first_state(inputs: Inputs, params: Params | None, estimator: Ema | ValueHea
     elif params is None:  # a save that was cut off looked like a checkpoint
         params = components_lib.load_params(inputs.config, components)
     state = None if estimator is None else estimator.to_json()
-    return RunState(learner.init(params), inputs.selection.to_json(), estimator=state)
+    chosen_by = selection_lib.state_of(inputs.selection, inputs.config.collection.selection)
+    return RunState(learner.init(params), chosen_by, estimator=state)
 
 
 def frozen_weights(

@@ -179,6 +179,15 @@ class Scripted:
         del saved
 
 
+def test_a_state_keeps_its_values_and_has_the_keys_of_json():
+    """A record of {2: ..., 10: ...} has another order of keys, and so another checksum, once it is read."""
+    counts, scripted = {2: [1], 10: [1]}, Scripted(Choice(()))
+    scripted.to_json = lambda: counts
+    state = selection_lib.state_of(scripted, "proportional")
+    counts[2].append(7)  # the next `observe`
+    assert state == {"2": [1], "10": [1]}
+
+
 def test_randomness_follows_from_the_seed_and_the_iteration():
     scripted = Scripted(Choice(make_prompts(2)))
     for seed, iteration in ((0, 1), (0, 1), (0, 2), (1, 1)):

@@ -10,7 +10,7 @@ from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.update import UpdatePrograms
 from reinforce_ada_jax.training.loop import Ending
 from tests import standins
-from tests.running import reproducible, restored, tiny, train
+from tests.running import ROOT, reproducible, restored, tiny, train
 
 SETTINGS = {
     "iterations": 3, "checkpoint.every": 3, "evaluation.every": 0, "logging.trackers": "", "sampling.slots": 32,
@@ -39,6 +39,8 @@ def ends_inside(patch, number):
 
 CASES = {
     "plain": {},
+    # Its `to_json` returns what `observe` changes, so iteration 2 must not be in the state of iteration 1.
+    "selection of a file": {"collection.selection": f"{ROOT / 'examples/rivals/mopps.py'}:MoPPS"},
     "overlap": {"collection.overlap": "finish"},
     "split devices": {"mesh.sampler": 1},
     "sharded adapters, reference": {"mesh.fsdp": 2, "mesh.data": 2, "lora.rank": 4, "learning.kl_coefficient": 0.01},
