@@ -273,6 +273,18 @@ def _check_aggregation(config: Config, weighs: str) -> None:
         )
 
 
+def correct_rewards_are_positive(config: Config) -> None:
+    """positive_threshold is not negative with the correction exact."""
+    threshold = config.reward.positive_threshold
+    if threshold < 0 and correction(config.collection) == "exact":
+        raise ValueError(
+            f"reward.positive_threshold is {threshold:g} with the correction exact, which multiplies the weight of a "
+            "correct response by its reward: a correct response with a negative reward would become less probable. "
+            "Add a constant to the rewards and set the threshold to at least 0, or set collection.correction to "
+            "stratified, which compares rewards with their mean."
+        )
+
+
 def importance_has_a_cap(config: Config) -> None:
     """Importance "sequence" and "mask" have a cap, which with "mask" is at least 1."""
     learning = config.learning
@@ -435,7 +447,8 @@ RULES: tuple[Callable[[Config], None], ...] = (
     a_judge_is_complete,
     penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches, rows_are_cut,
-    corrections_weigh_whole_responses, proportional_selection_is_corrected, importance_has_a_cap,
+    corrections_weigh_whole_responses, proportional_selection_is_corrected, correct_rewards_are_positive,
+    importance_has_a_cap,
     overlap_knows_its_prompts, drawn_ahead_is_young, staleness_fits, devices_are_split,
     barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip

@@ -102,8 +102,9 @@ class RewardConfig:
         0.5, "Share of the responses of an iteration whose grading may fail; above it the run stops.", values.SHARE
     )
     positive_threshold: float = setting(
-        0.7, "A reward above it counts as correct, for stopping rules and pass rates.", values.FINITE
-    )
+        0.7, "A reward above it counts as correct, for stopping rules and pass rates.", values.FINITE,
+        rule="correct_rewards_are_positive",
+    )  # fmt: skip
     overlong_tokens: int = setting(
         0, "Tokens before the length limit in which a correct response has a penalty, relative to the other correct "
         "ones of its prompt; it grows linearly to 1 at the limit. 0: none.",

@@ -349,6 +349,17 @@ def test_where_prompts_can_be_drawn_with_probabilities():
         config_lib.check(changed(**proportional, **{"collection.correction": "exact", "collection.overlap": "finish"}))
 
 
+def test_exact_takes_no_negative_rewards_as_correct():
+    # It multiplies weights by rewards, so a correct response with the reward -0.1 would become less probable.
+    settings = {"reward.positive_threshold": -0.5, "collection.objective": "log"}
+    for correction in ("", "exact"):
+        with pytest.raises(ValueError, match="positive_threshold is -0.5 with the correction exact.* at least 0"):
+            config_lib.check(changed(**settings, **{"collection.correction": correction}))
+    for correction, threshold in (("stratified", -0.5), ("none", -0.5), ("exact", 0.0)):
+        allowed = settings | {"collection.correction": correction, "reward.positive_threshold": threshold}
+        config_lib.check(changed(**allowed))
+
+
 def test_responses_drawn_ahead_are_young_enough_to_be_trained_on():
     # 512 / 64 = 8 updates between the weights that draw and those that learn; default: at most 4.
     sizes = {"collection.strategy": "ngu", "learning.prompts_per_update": 64}

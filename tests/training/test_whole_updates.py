@@ -149,6 +149,21 @@ def test_the_expected_update_is_the_gradient_of_the_objective(shape, objective, 
     )
 
 
+@pytest.mark.parametrize("shape", ["single", "pairs", "balance"])
+def test_exact_climbs_the_rewards_of_correct_responses(shape):
+    # E[r s | correct] = grad E[r c] / p, with c = 1 for a correct response. The reward 0.5 of a wrong one has no part.
+    rewards, objective, policy = np.array([1.0, 0.8, 0.5, 0.0]), OBJECTIVES["power"], POLICIES[0]
+    strategy, found = strategies.build(make_config(SHAPES[shape], objective).collection), np.zeros(len(KINDS))
+    for kinds, pool, probability in pools_of(strategy, "a", policy):
+        verdicts = tuple(Verdict(KINDS[kind][0], rewards[kind]) for kind in kinds)
+        group = make_group(dataclasses.replace(pool, verdicts=verdicts), strategy)
+        for draw, coefficient in zip(group.kept.tolist(), group.advantages, strict=True):
+            found += probability * coefficient * (np.eye(len(KINDS))[kinds[draw]] - policy)
+    of_correct, failures = rewards * RIGHT, 1 - policy @ RIGHT
+    slope = objective.series(4) @ failures ** np.arange(4)
+    np.testing.assert_allclose(found, slope * policy * (of_correct - policy @ of_correct), rtol=1e-9)
+
+
 @pytest.mark.parametrize("covered", [1, 2, 3])
 def test_a_limit_of_covered_draws_changes_no_expectation(monkeypatch, covered):
     standins.constants(monkeypatch, corrections, MAX_COVERED=covered)
