@@ -12,7 +12,14 @@ from typing import Any, BinaryIO
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import json_object
 from reinforce_ada_jax.reporting import comparison, curves, page, samples
-from reinforce_ada_jax.reporting.history import CONFIG, NEEDED, History, of_lines, unique_names
+from reinforce_ada_jax.reporting.history import (
+    CONFIG,
+    NEEDED,
+    History,
+    of_lines,
+    unique_names,
+    with_distinct_benchmarks,
+)
 from reinforce_ada_jax.reporting.samples import SampledResponses
 from reinforce_ada_jax.reporting.writers import Metrics
 
@@ -40,8 +47,10 @@ class FollowedRun:
     def __init__(self, name: str, workdir: pathlib.Path):
         self.name, self.workdir = name, workdir
         self.history: History | None = None
+        self._shown: History | None = None  # the history with the benchmarks' names on the page
         self._problem = ""  # why its files can't be shown
-        self._generation = 0  # rises when metrics.jsonl was replaced: a resume removes later lines of a killed run
+        # Rises when metrics.jsonl was replaced (a resume removes later lines of a killed run), or a name has changed.
+        self._generation = 0
         self._lines: list[Metrics] = []
         self._inode, self._end, self._written = -1, 0, 0.0
 
@@ -75,13 +84,19 @@ class FollowedRun:
             self._problem = ""
         return replaced or len(self._lines) > before
 
+    def show(self, history: History) -> None:
+        """Takes the history as the page shows it: a benchmark may have another name there."""
+        if self._shown is not None and not self._shown.evaluations.keys() <= history.evaluations.keys():
+            self._generation += 1
+        self._shown = history
+
     def unread(self) -> dict[str, Any]:
         """Returns the run in the form that the page's program reads, without content of its files."""
         return {"name": self.name, "workdir": buckets.origin(self.workdir), "begin": 0, "keys": [], "rows": []}
 
     def _run(self, begin: int) -> dict[str, Any]:
         if self.history is not None:
-            return page.run_data(self.history, begin)
+            return page.run_data(self._shown or self.history, begin)
         if not (self.workdir / CONFIG).exists():
             return self.unread()
         # Before the end of the first iteration: configuration, devices, the first evaluation, and the end of the log.
@@ -124,7 +139,9 @@ class FollowedRuns:
         changed = [run.read() for run in self.runs]
         if any(changed):
             begun = [index for index, run in enumerate(self.runs) if run.history is not None]
-            histories = [run.history for run in self.runs if run.history is not None]
+            histories = with_distinct_benchmarks([run.history for run in self.runs if run.history is not None])
+            for index, history in zip(begun, histories, strict=True):
+                self.runs[index].show(history)
             self._tables = {
                 "comparisons": page.comparison_data(comparison.compare_all(histories)),
                 "figures": page.figure_data(curves.figures(histories), begun) if histories else [],

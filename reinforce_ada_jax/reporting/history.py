@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,18 +167,30 @@ def with_distinct_benchmarks(histories: Sequence[History]) -> list[History]:
     """
     first: dict[tuple[str, str], str] = {}  # (benchmark, hash of its problems): the run that has it first
     for history in histories:
-        for benchmark in history.evaluations:
+        for benchmark in (*history.evaluations, *history.curves):
             first.setdefault((benchmark, history.problems.get(benchmark, "")), history.name)
     names: dict[tuple[str, str], str] = {}
     for (benchmark, problems), run_name in first.items():
         names[benchmark, problems] = f"{benchmark} of {run_name}" if benchmark in names.values() else benchmark
     renamed = []
     for run in histories:
-        name = {benchmark: names[benchmark, run.problems.get(benchmark, "")] for benchmark in run.evaluations}
-        evaluations = {name[benchmark]: accuracy for benchmark, accuracy in run.evaluations.items()}
-        curves = {name.get(benchmark, benchmark): found for benchmark, found in run.curves.items()}
-        renamed.append(dataclasses.replace(run, evaluations=evaluations, curves=curves))
+        benchmarks = (*run.evaluations, *run.curves)
+        name = {benchmark: names[benchmark, run.problems.get(benchmark, "")] for benchmark in benchmarks}
+        changes = {
+            "evaluations": {name[benchmark]: accuracy for benchmark, accuracy in run.evaluations.items()},
+            "curves": {name[benchmark]: found for benchmark, found in run.curves.items()},
+            "metrics": {_renamed(key, name): column for key, column in run.metrics.items()},
+            "before": {_renamed(key, name): value for key, value in run.before.items()},
+        }
+        renamed.append(dataclasses.replace(run, **changes))
     return renamed
+
+
+def _renamed(key: str, names: Mapping[str, str]) -> str:
+    """Returns the key of a metric, with the new name of its benchmark if it is evaluation/BENCHMARK/..."""
+    room, _, rest = key.partition("/")
+    benchmark, slash, statistic = rest.partition("/")
+    return f"{room}/{names.get(benchmark, benchmark)}/{statistic}" if room == "evaluation" and slash else key
 
 
 def smooth(values: Float[np.ndarray, " N"], window: int = 5) -> Float[np.ndarray, " N"]:

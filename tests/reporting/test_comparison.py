@@ -1,5 +1,7 @@
 """The comparison of two runs: its table and sentences, only where both have numbers."""
 
+import json
+
 import pytest
 
 from reinforce_ada_jax.reporting.comparison import compare, compare_all
@@ -58,6 +60,22 @@ def test_benchmarks_of_one_name_and_other_problems_are_not_compared(tmp_path):
     assert [found.sentence for found in compare_all(histories)] == ["", ""]
     # Without other problems nothing is renamed.
     assert [list(run.evaluations) for run in with_distinct_benchmarks(histories[:1])] == [["heldout"]]
+
+
+def test_charts_and_curves_of_one_name_and_other_problems_are_apart_too(tmp_path):
+    runs = [
+        make_run(tmp_path / name, tokens=[100], averages={0: 0.2, 1: 0.4}, problems=problems)
+        for name, problems in (("cipher", "aaa"), ("words", "bbb"))
+    ]
+    # Only the command evaluated these, so metrics.jsonl lacks them.
+    for run, problems in zip(runs, ("ccc", "ddd"), strict=True):
+        later = {"iteration": 1, "evaluation/test/pass_at_1": 0.5, "evaluation/test/problems": problems}
+        (run / "evaluations" / "000002.json").write_text(json.dumps(later))
+    first, second = with_distinct_benchmarks([load(run) for run in runs])
+    assert [list(first.curves), list(second.curves)] == [["test"], ["test of words"]]
+    charts = [{key for key in run.metrics if key.endswith("/avg")} for run in (first, second)]
+    assert charts == [{"evaluation/heldout/avg"}, {"evaluation/heldout of words/avg"}]
+    assert second.before["evaluation/heldout of words/avg"] == 0.2 and second.before["iteration"] == 0
 
 
 def test_tokens_are_counted_from_the_beginning_of_a_run(tmp_path, runs):

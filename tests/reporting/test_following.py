@@ -143,3 +143,26 @@ def test_responses_come_once_with_the_iteration_that_they_belong_to(workdir):
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write(line(4))
     assert "000004.jsonl, line 1 is not a sampled response" in page.ask()["runs"][0]["problem"]
+
+
+def test_benchmarks_of_one_name_and_other_problems_are_not_compared(tmp_path):
+    first = make_run(tmp_path / "first", [100], {}, problems="aaa")
+    second = make_run(tmp_path / "second", [100], {0: 0.2, 1: 0.9}, problems="bbb")
+    page = Reader(FollowedRuns([first, second], 0))
+
+    def charts(run):
+        return [key for key in run["keys"] if key.endswith("/avg")]
+
+    assert [charts(run) for run in page.ask()["runs"]] == [[], ["evaluation/heldout/avg"]]
+    # The first run is evaluated on other problems: from now on the page has another name for those of the second.
+    result = {"evaluation/heldout/avg": 0.4}
+    saved = {"iteration": 2, **result, "evaluation/heldout/problems": "aaa"}
+    (first / "evaluations" / "000002.json").write_text(json.dumps(saved))
+    with (first / "metrics.jsonl").open("a") as file:
+        file.write(line(2, **result))
+    news = page.ask()
+    assert [charts(run) for run in news["runs"]] == [["evaluation/heldout/avg"], ["evaluation/heldout of second/avg"]]
+    assert [row[0] for row in news["runs"][1]["rows"]] == [0, 1]  # all of them again
+    compared = {found["benchmark"]: [run["name"] for run in found["runs"]] for found in news["comparisons"]}
+    assert compared == {"heldout": ["first"], "heldout of second": ["second"]}
+    assert [run["rows"] for run in page.ask()["runs"]] == [[], []]
