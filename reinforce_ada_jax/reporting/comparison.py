@@ -40,7 +40,8 @@ class Comparison:
 def _sentence(first: History, second: History, benchmark: str) -> str:
     """Returns a sentence that compares two runs after equal updates, and at equal numbers of generated tokens.
 
-    At equal tokens one run has an evaluation. The average of the other one may be interpolated; it is marked then.
+    At equal tokens one run has an evaluation. The average of the other one may be interpolated; it is marked then. If
+    the other one has no earlier evaluation, the part on equal tokens is left out.
     """
     accuracies = [history.evaluations[benchmark] for history in (first, second)]
     last = max(set(accuracies[0].updates.tolist()) & set(accuracies[1].updates.tolist()), default=0.0)
@@ -48,14 +49,19 @@ def _sentence(first: History, second: History, benchmark: str) -> str:
         return ""
     ends = [float(accuracy.average[accuracy.updates.tolist().index(last)]) for accuracy in accuracies]
     spent = [float(history.at(np.array([last]), history.tokens)[0]) for history in (first, second)]
+    text = (
+        f"After {last:.0f} updates {second.name} reaches {ends[1]:.3f} and {first.name} {ends[0]:.3f}, and "
+        f"{second.name} generated {spent[1] / spent[0]:.1f} times the tokens for it"
+    )
     budget = min(spent)
+    if any(budget < accuracy.tokens[0] for accuracy in accuracies):
+        return f"{text}."
     level = [f"{at_tokens(history, benchmark, budget):.3f}" for history in (first, second)]
     for index, accuracy in enumerate(accuracies):
         level[index] += "" if budget in accuracy.tokens else " (between two evaluations)"
     return (
-        f"After {last:.0f} updates {second.name} reaches {ends[1]:.3f} and {first.name} {ends[0]:.3f}, and "
-        f"{second.name} generated {spent[1] / spent[0]:.1f} times the tokens for it; when both have generated "
-        f"{budget:,.0f} tokens, {second.name} reaches {level[1]} and {first.name} {level[0]}."
+        f"{text}; when both have generated {budget:,.0f} tokens, {second.name} reaches {level[1]} and {first.name} "
+        f"{level[0]}."
     )
 
 

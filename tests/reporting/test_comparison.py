@@ -50,6 +50,15 @@ def test_sentence_compares_only_where_both_runs_were_evaluated(tmp_path, runs):
     assert sentence.startswith("After 2 updates balance reaches 0.800 and both 0.300, and balance generated 4.0")
 
 
+def test_sentence_has_no_average_from_before_the_first_evaluation(tmp_path):
+    # With 200 tokens, `early` was evaluated. `late` was evaluated for the first time with 2,000: nothing is known.
+    late = make_run(tmp_path / "late", tokens=[1000, 1000], averages={2: 0.5})
+    early = make_run(tmp_path / "early", tokens=[100, 100], averages={0: 0.2, 2: 0.6})
+    assert compare([load(late), load(early)], "heldout").sentence == (
+        "After 2 updates early reaches 0.600 and late 0.500, and early generated 0.1 times the tokens for it."
+    )
+
+
 def test_benchmarks_of_one_name_and_other_problems_are_not_compared(tmp_path):
     cipher = make_run(tmp_path / "cipher", tokens=[100], averages={1: 0.2}, problems="aaa")
     again = make_run(tmp_path / "again", tokens=[100], averages={1: 0.3}, problems="aaa")
