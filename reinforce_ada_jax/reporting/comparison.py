@@ -77,7 +77,8 @@ def compare(histories: Sequence[History], benchmark: str) -> Comparison:
         tokens, share = history.tokens[-1], f"{early.mean():.2f}" if early.size else ""
         costs = [share, f"{tokens:,.0f}", f"{tokens / history.updates[-1]:,.0f}"]
         runs.append(ComparedRun(history.name, averages, costs))
-    title = f"{benchmark} avg@{histories[0].samples} after"
+    samples = "/".join(map(str, sorted({history.samples for history in evaluated})))
+    title = f"{benchmark} avg@{samples} after"
     cost_names = (f"zero-signal 1-{EARLY_UPDATES}", "tokens", "tokens/update")
     both = len(histories) == len(evaluated) > 1
     sentence = _sentence(histories[0], histories[-1], benchmark) if both else ""

@@ -27,6 +27,13 @@ def test_table(tmp_path, runs):
     ]
 
 
+def test_title_names_the_samples_of_the_evaluated_runs(tmp_path, runs):
+    few = make_run(tmp_path / "few", [100], {1: 0.3}, config={"evaluation": {"samples": 4}})
+    never = make_run(tmp_path / "never", [100], {}, config={"evaluation": {"samples": 32}})
+    assert compare([load(never), load(few)], "heldout").title == "heldout avg@4 after"
+    assert compare([load(workdir) for workdir in (*runs, few)], "heldout").title == "heldout avg@4/16 after"
+
+
 def test_sentence_on_two_runs(runs):
     # balance spent 800 / 200 = 4 times the tokens. With 200 tokens it had gone a quarter of its way: 0.2 + 0.6 / 4.
     assert compare(list(map(load, runs)), "heldout").sentence == (
