@@ -155,7 +155,10 @@ def _canvas(panels: Sequence[Panel], columns: int, theme: Mapping) -> Figure:
         if 1 < named <= MOST_NAMED and panel.x_scale == "linear":
             _name_lines(axis, panel, theme)
         elif named > 1:  # on an axis of pass rates, lines often end at the same point
-            axis.legend(frameon=False, fontsize="x-small", labelcolor=theme["ink"])
+            # With its handles given, a legend has names that begin with an underscore, too.
+            drawn = axis.containers
+            names = [str(curve.get_label()) for curve in drawn]
+            axis.legend(drawn, names, frameon=False, fontsize="x-small", labelcolor=theme["ink"])
     canvas.draw_without_rendering()
     canvas.set_layout_engine("none")  # the layout has room for the names; saving need not compute it again
     return canvas

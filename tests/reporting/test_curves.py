@@ -192,9 +192,13 @@ def test_any_name_can_be_drawn(tmp_path):
 
 
 def test_more_runs_than_styles_have_a_legend(tmp_path):
-    curves = [Curve(f"run {i}", i, np.arange(2), np.full(2, i)) for i in range(9)]
+    # matplotlib leaves labels out that begin with an underscore, unless their handles are given.
+    names = [f"run {i}" for i in range(8)] + ["_hidden"]
+    curves = [Curve(name, i, np.arange(2), np.full(2, i)) for i, name in enumerate(names)]
     plotting.draw([Panel("many", "updates", "reward", curves)], tmp_path / "many")
     assert (tmp_path / "many.png").exists()
+    text = (tmp_path / "many.svg").read_text()  # each text is a comment beside its outlines
+    assert [name for name in names if f"<!-- {name} -->" in text] == names
 
 
 def luminance(color):
