@@ -12,7 +12,8 @@ from reinforce_ada_jax.training.reward_check import without_answer
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Returns a Markdown table with aligned columns: the first one to the left, numbers to the right."""
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]  # a label may be anything
+    # A label may be anything, also several lines.
+    lines = [[" ".join(cell.splitlines()).replace("|", "\\|") for cell in line] for line in lines]
     first, *others = (max(map(len, column)) for column in zip(header, *lines, strict=True))
     rule = ["-" * first, *("-" * (width - 1) + ":" for width in others)]
     rows = [[line[0].ljust(first), *map(str.rjust, line[1:], others)] for line in (header, rule, *lines)]

@@ -69,6 +69,12 @@ def test_a_bar_in_a_label_does_not_end_its_cell():
     assert results_table.markdown(["x", "n"], [["|a|", "1"]]).splitlines()[2] == r"| \|a\| | 1 |"
 
 
+def test_a_label_of_several_lines_stays_in_its_row():
+    # "## b" on a line of its own would begin a section of table.md.
+    shown = results_table.markdown(["x", "n"], [["a\n## b", "1"]])
+    assert shown.splitlines()[2:] == ["| a ## b | 1 |"]
+
+
 def full_size(**problems: int) -> dict[str, Statistics]:
     """Statistics of benchmarks with these numbers of problems."""
     return {name: statistics([problem("10")]) | {"problems": count} for name, count in problems.items()}
