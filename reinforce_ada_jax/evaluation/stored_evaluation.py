@@ -67,7 +67,8 @@ class PolicySource:
         """Returns the default folder with the newest stored responses; ValueError if a run has none."""
         if self.workdir is None:
             return self.output(0)
-        stored = [int(folder.name) for folder in (self.workdir / "evaluations").glob("[0-9]*") if folder.is_dir()]
+        folders = (folder for folder in (self.workdir / "evaluations").glob("[0-9]*") if folder.is_dir())
+        stored = [int(folder.name) for folder in folders if folder.name.isdecimal()]  # not a copy, "000040-old"
         if not stored:
             raise ValueError(
                 f"{buckets.origin(self.workdir)} holds no stored responses: evaluate without --regrade first."

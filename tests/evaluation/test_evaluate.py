@@ -267,6 +267,13 @@ def test_benchmarks_with_equal_ids_are_averaged_only_if_their_noise_differs(tmp_
     assert stored("together")[0] == first and stored("together")[1] != first
 
 
+def test_a_copy_of_a_folder_with_stored_responses_is_not_the_newest(tmp_path):
+    source = stored_evaluation.PolicySource(tmp_path, tmp_path)
+    for name in ("000040", "000060-old"):
+        (tmp_path / "evaluations" / name).mkdir(parents=True)
+    assert source.newest_output() == tmp_path / "evaluations" / "000040"
+
+
 def test_a_graders_entry_of_a_benchmark_that_is_not_evaluated_now_is_fine(tmp_path):
     config = tiny(**{"evaluation.graders": ("heldout=gsm8k", "words=cipher")})
     config = evaluate.with_flags(config, [str(tmp_path / "words.jsonl")], 3)
