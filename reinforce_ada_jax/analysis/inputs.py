@@ -85,7 +85,7 @@ def read_histogram(file: pathlib.Path) -> tuple[Float[np.ndarray, " N"], list[in
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number}: not valid JSON ({error}). One object a line.") from error
         rate = row.get("pass_rate") if isinstance(row, dict) else None
         if rate is None:

@@ -190,8 +190,9 @@ def test_a_prompt_set(prompt_file, tmp_path, capsys):
         ('{"pass_rate": 0.5}\n{"pass_rate": 1.5}\n', ["line 2: pass_rate is 1.5", "[0, 1]"]),
         ('{"pass_rate": true}\n', ["line 1: pass_rate is True"]),
         ('{"pass_rate": 0.5}\n{"pass\n', ["line 2: not valid JSON"]),
+        ('{"pass_rate": 0.5}\n' + "[" * 10**5 + "]" * 10**5 + "\n", ["line 2: not valid JSON"]),
     ],
-    ids=["no file", "no rate", "out of range", "no number", "no JSON"],
+    ids=["no file", "no rate", "out of range", "no number", "no JSON", "nested"],
 )
 def test_a_prompt_file_that_is_wrong(tmp_path, capsys, text, parts):
     file = tmp_path / "prompts.jsonl"
