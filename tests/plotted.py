@@ -33,7 +33,7 @@ def make_run(
         for iteration, average in averages.items()
     }
     (workdir / "evaluations").mkdir()
-    named = {"evaluation/heldout/problems": problems} if problems else {}
+    named = {"evaluation/heldout/problems_hash": problems} if problems else {}
     for iteration, result in evaluations.items():
         saved_result = {"iteration": iteration} | result | named
         (workdir / "evaluations" / f"{iteration:06d}.json").write_text(json.dumps(saved_result))

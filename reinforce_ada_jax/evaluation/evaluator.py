@@ -99,7 +99,7 @@ def results_file(workdir: pathlib.Path, iteration: int) -> pathlib.Path:
 
 
 def hashes(benchmarks: Benchmarks) -> dict[str, str]:
-    """Returns {"evaluation/BENCHMARK/problems": hash}, by which `plot` compares runs on the same problems only."""
+    """Returns {"evaluation/BENCHMARK/problems_hash": hash}, by which `plot` compares runs on the same problems only."""
     return {f"evaluation/{name}/{PROBLEMS}": hash_of_problems(prompts) for name, prompts in benchmarks.items()}
 
 

@@ -21,7 +21,7 @@ NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"
 CONFIG = "config.json"
 STARTED = "started.json"  # date, commit and device of the newest start of a run
-PROBLEMS = "problems"  # evaluation/BENCHMARK/problems in evaluations/*.json: the hash of its problems
+PROBLEMS = "problems_hash"  # evaluation/BENCHMARK/problems_hash in evaluations/*.json: the hash of its problems
 # {"pass", "all_correct" or "initial": {updates: {x: value}}} of one benchmark. x is k. For "initial", x is the middle
 # of a range of initial pass rates, and the value is the accuracy of the problems in this range.
 EvaluationCurves = dict[str, dict[float, dict[float, float]]]

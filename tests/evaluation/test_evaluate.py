@@ -106,6 +106,7 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     assert reasons == {("0", "", True), ("1", "error", False), ("2", "error", False), ("3", "timeout", False)}
     results = json.loads((output / "results.json").read_text())
     assert results["evaluation/four/avg"] == 0.25 and results["evaluation/four/failure_share"] == 0.75
+    assert results["evaluation/four/problems"] == 4  # their hash has a key of its own
     shown = capsys.readouterr().out
     assert "| four, level | problems |   avg |" in shown and "| 4           |        1 | 1.000 |" in shown
 

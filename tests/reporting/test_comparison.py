@@ -85,7 +85,7 @@ def test_charts_and_curves_of_one_name_and_other_problems_are_apart_too(tmp_path
     ]
     # Only the command evaluated these, so metrics.jsonl lacks them.
     for run, problems in zip(runs, ("ccc", "ddd"), strict=True):
-        later = {"iteration": 1, "evaluation/test/pass_at_1": 0.5, "evaluation/test/problems": problems}
+        later = {"iteration": 1, "evaluation/test/pass_at_1": 0.5, "evaluation/test/problems_hash": problems}
         (run / "evaluations" / "000002.json").write_text(json.dumps(later))
     first, second = with_distinct_benchmarks([load(run) for run in runs])
     assert [list(first.curves), list(second.curves)] == [["test"], ["test of words"]]

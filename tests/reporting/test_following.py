@@ -156,7 +156,7 @@ def test_benchmarks_of_one_name_and_other_problems_are_not_compared(tmp_path):
     assert [charts(run) for run in page.ask()["runs"]] == [[], ["evaluation/heldout/avg"]]
     # The first run is evaluated on other problems: from now on the page has another name for those of the second.
     result = {"evaluation/heldout/avg": 0.4}
-    saved = {"iteration": 2, **result, "evaluation/heldout/problems": "aaa"}
+    saved = {"iteration": 2, **result, "evaluation/heldout/problems_hash": "aaa"}
     (first / "evaluations" / "000002.json").write_text(json.dumps(saved))
     with (first / "metrics.jsonl").open("a") as file:
         file.write(line(2, **result))
