@@ -37,6 +37,11 @@ def _text(value: Any, name: str, where: str) -> str:
     """Returns the text of a response: a text, or a list with one message of the assistant."""
     message = value[0] if isinstance(value, list) and len(value) == 1 else None
     if isinstance(message, Mapping) and message.get("role") == "assistant":
+        if calls := [key for key in ("tool_calls", "function_call") if message.get(key)]:
+            raise ValueError(
+                f"{where}: the message of the assistant in {name} has {calls[0]}, and only content is learned. Write "
+                "the call into content as the model writes it, or leave the row out."
+            )
         value = message.get("content")
     if not isinstance(value, str) or not value.strip():
         raise ValueError(

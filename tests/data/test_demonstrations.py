@@ -84,6 +84,7 @@ def test_the_end_is_what_the_template_writes(tmp_path, chatml):
         ([{"messages": [USER]}], "line 1: no response: none of completion, response"),
         ([{"prompt": "a", "completion": ""}], "completion is ''; a response must be a text that is not empty"),
         ([{"prompt": "a", "completion": [USER]}], "a response must be a text"),
+        ([{"messages": [USER, ANSWER | {"tool_calls": [{"id": "a"}]}]}], "messages has tool_calls, and only content"),
         ([{"prompt": "a", "completion": [ANSWER, ANSWER]}], "a response must be a text"),
         (
             [{"prompt": "a", "response": "b"}, {"id": "x", "prompt": "a", "response": "b" * 8},
