@@ -59,11 +59,11 @@ def end(outcome: Outcome, workdir: pathlib.Path, unit: str, more: str = "", *, c
         cli.fail(outcome.message, outcome.ending.value, at_once=at_once)
     if processes.is_writer() and outcome.state is not None:
         named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
-        print(
-            f"{outcome.message}\n".lstrip()
-            + f"finished {unit} {outcome.state.iteration}{more}. Weights: {named}/checkpoints; export them with\n"
-            f"  python -m reinforce_ada_jax.export --workdir={shlex.quote(str(named))} --output=HF_DIR"
-        )
+        text = f"{outcome.message}\n".lstrip() + f"finished {unit} {outcome.state.iteration}{more}."
+        if outcome.state.iteration:  # a run of no iterations has no checkpoint
+            text += f" Weights: {named}/checkpoints; export them with\n"
+            text += f"  python -m reinforce_ada_jax.export --workdir={shlex.quote(str(named))} --output=HF_DIR"
+        print(text)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------

@@ -94,6 +94,13 @@ def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_run_of_no_iterations_names_no_weights(tmp_path, capsys):
+    outcome, _ = run(tmp_path / "run", iterations=0)
+    loop.end(outcome, tmp_path / "run", "iteration", compiles=False)
+    assert capsys.readouterr().out.endswith("0 are finished, and 0 were asked for.\nfinished iteration 0.\n")
+    assert not [*(tmp_path / "run" / "checkpoints").iterdir()]  # nothing could be exported
+
+
 # Errors of files of the user, in a process of their own and in the run's.
 NAMED = [CannotStart("mine.py:grade: NameError", "Traceback ..."), UserCodeError("mine.py:grade: NameError")]
 
