@@ -428,6 +428,28 @@ def test_a_session_that_ends_during_a_heartbeat_stays_ended(tmp_path, monkeypatc
     service.store.close()
 
 
+def test_a_model_of_a_session_that_ends_meanwhile_is_not_made(server, monkeypatch):
+    """Nothing would end it: it would take a place of --models, also after every later start."""
+    _, service, worker = server
+    learner = service.bases["cipher"].learner
+    asked = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
+    session, init = service.create_session(asked).session_id, learner.init
+
+    def ends_meanwhile(*arguments):
+        service.end_session(session, "its client closed it")
+        return init(*arguments)
+
+    monkeypatch.setattr(learner, "init", ends_meanwhile)
+    asked = types.CreateModelRequest(
+        session_id=session, model_seq_id=1, base_model="cipher", lora_config=types.LoraConfig(rank=2)
+    )
+    future = service.create(session, 1, "create_model", asked.model_dump_json().encode())
+    while (result := service.result(future)) is None:
+        time.sleep(0.01)
+    assert json.loads(result.body)["error"] == f"session {session} has ended."
+    assert service.store.model(f"{session}:train:1") is None and f"{session}:train:1" not in worker.models
+
+
 def test_a_client_that_hangs_up_while_it_sends_is_no_error(tmp_path):
     service, sent = service_lib.Service(settings_for(tmp_path), tmp_path, {}), []
 

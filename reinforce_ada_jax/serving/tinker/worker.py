@@ -198,7 +198,8 @@ class Worker(DeviceThread):
         return result
 
     def _add(self, request: RequestRow, session: str, model: Model, metadata: object, result: Result) -> Result:
-        with self.store.transaction():
+        with self.service.lock, self.store.transaction():
+            self._check_open(session)  # it may have ended since: its end would not find the model
             self.store.add_model(ModelRow(
                 model.id, session, model.base.name, model.lora.rank, model.lora.targets, dict(metadata or {}),  # pyright: ignore
                 next_seq=0, state_seq=0, created=time.time(), ended=None,
@@ -216,6 +217,9 @@ class Worker(DeviceThread):
                 f"{len(self.models)} models are in training, and more may not (--models): end a session first, with "
                 "ServiceClient.close."
             )
+        self._check_open(session)
+
+    def _check_open(self, session: str) -> None:
         if session not in self.service.seen:
             raise ValueError(f"session {session} has ended.")
 
