@@ -287,6 +287,29 @@ def test_a_call_alone_has_no_content_and_without_tools_it_is_text():
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "length")
 
 
+def test_a_stream_shows_no_token_of_a_character_that_a_stop_removes():
+    """Two bytes of the stop come with the first window, and two with the second."""
+    asked, tokenizer = CompletionRequest(model="m", prompt="?", logprobs=0), of_bytes()
+    terms = Terms(1, SamplingParams(8), None, ("🙂",), keep_pieces=True)
+
+    async def ask():
+        backend = Backend(ScriptedSampler(tokenizer, "", 1), ScriptedScores())
+        call = Call([PromptText(np.zeros(1, np.int32))], terms, tokenizer, backend, "name", lambda _: None)
+        with ThreadPoolExecutor(1) as executor:
+            answer, found = Answer(asked, call, executor), []
+            events = answer.events()
+            for window in np.split(tokenizer.encode("a🙂"), [3]):
+                call.choices[0].job.watch(0, sampled(window), False)
+                found.append(json.loads((await anext(events)).removeprefix("data: "))["choices"][0])
+            await events.aclose()
+        return answer.whole()["choices"][0], found
+
+    whole, (first, end) = asyncio.run(ask())
+    assert (whole["text"], whole["finish_reason"], end["finish_reason"]) == ("a", "stop", "stop")
+    assert first["logprobs"] == whole["logprobs"] and first["logprobs"]["tokens"] == ["a"]
+    assert end["logprobs"] is None
+
+
 def test_a_stop_text_cancels_the_draw():
     whole, streams, cancelled = answered("abcdef" * 10, 4, stops=["ef"], n=2)
     assert [choice["message"]["content"] for choice in whole["choices"]] == ["abcd"] * 2

@@ -157,7 +157,11 @@ class Answer:
             if self._tools:
                 length = min(length, tool_calls.settled_length(choice.text.text))
             text = choice.text.text[:length]
-            num_pieces = bisect.bisect_right(choice.text.pieces, length, key=lambda each: each.begin + len(each.text))
+            # Tokens of a character that is not complete begin at the end: a later stop text may still remove them.
+            num_pieces = min(
+                bisect.bisect_right(choice.text.pieces, length, key=lambda each: each.begin + len(each.text)),
+                bisect.bisect_left(choice.text.pieces, length, key=lambda each: each.begin),
+            )
         chunks, new, shown = [], text[choice.num_sent_chars :], range(choice.num_sent_pieces, num_pieces)
         if new or shown:
             chunks.append(self._chunk(choice, {"content": new}, self._logprobs(choice, shown) if shown else None))
