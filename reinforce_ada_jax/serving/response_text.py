@@ -12,6 +12,9 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.environments.tool_calls import partial_length
 from reinforce_ada_jax.serving.sampler import Sampled
 
+# The last token before a response that has a text is looked for among this many.
+LAST = 16
+
 
 class TextStream:
     """Text of a response in pieces. Joined, the pieces are the text of all its tokens.
@@ -19,13 +22,16 @@ class TextStream:
     Decoding token by token would split characters whose UTF-8 spans several tokens, and lose the space at the start of
     SentencePiece's words. So new tokens are decoded together with the tokens of the last piece, and the new piece is
     the text that they add. It is held back while it ends in U+FFFD, which stands for an incomplete character.
+
+    The text goes on with that of the tokens `after`, as a response with its prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
         self._tokenizer = tokenizer
         # Tokens of the last piece, which are decoded again before those of the next piece; then the new tokens.
-        self._tokens: list[int] = []
-        self._num_shown = 0
+        last = next((token for token in reversed(after[-LAST:]) if _has_text(tokenizer, token)), None)
+        self._tokens = [] if last is None else [last]
+        self._num_shown = len(self._tokens)
 
     def _unseen(self) -> str:
         shown, text = (
@@ -58,6 +64,12 @@ class Piece(NamedTuple):
     token: int
 
 
+def _has_text(tokenizer: Tokenizer, token: int) -> bool:
+    """Returns False for a special token, and for one that is only a part of a character."""
+    text = tokenizer.decode(np.array([token]))
+    return bool(text) and "\ufffd" not in text
+
+
 @functools.lru_cache(2**18)
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Returns the text of a single token; for a special token, its name."""
@@ -84,6 +96,7 @@ def prompt_pieces(tokenizer: Tokenizer, tokens: Int[np.ndarray, " T"], given: st
 class ResponseText:
     """Growing text of a response, up to a stop text; the text of the prompt comes first if the request wants it.
 
+    The text goes on with that of the tokens `after`; without them it begins without the space of its first word.
     `num_tokens` counts the generated tokens, including those of a stop text and a stop token. Joined, the `pieces` are
     the text; bytes of an incomplete character belong to the token that completes it. With `keep_end` the token that
     ended the response has a last piece, whose text is its name.
@@ -98,10 +111,11 @@ class ResponseText:
         *,
         keep_end: bool = False,
         prompt: Sequence[Piece] = (),
+        after: Sequence[int] = (),
     ):
         self.text, self.num_tokens, self.at_stop_text = "".join(piece.text for piece in prompt), 0, False
         self.pieces = list(prompt) if keep_pieces else []
-        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer)
+        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer, after)
         self._stop_ids, self._stops, self._longest = frozenset(stop_ids), tuple(stops), max(map(len, stops), default=0)
         self._keep_pieces, self._keep_end, self._end = keep_pieces, keep_end, None
         self._begin, self._num_prompt_pieces = len(self.text), len(self.pieces)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 import pytest
+import tokenizers
 
 from reinforce_ada_jax import serve
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -30,6 +32,7 @@ from reinforce_ada_jax.training.components import ASSETS
 from tests import standins
 from tests.forked import Forked
 from tests.running import environment
+from tests.serving.test_tokenizer import wrap
 from tests.test_docs import code_block
 
 PROMPT = "рСУш..="
@@ -254,6 +257,19 @@ def test_a_stream_joined_is_the_whole_answer(server):
         for name in ("tokens", "token_logprobs", "text_offset"):
             parts = [value for row in own if row["logprobs"] for value in row["logprobs"][name]]
             assert parts == choice["logprobs"][name]
+
+
+def test_a_completion_goes_on_with_its_prompt(served, worker):
+    """With a tokenizer that strips the space before the first word of a text, and has a word for each token."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"▁{token}": token for token in range(200)}, "▁0"))
+    words.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+    )
+    named = dataclasses.replace(served[1], tokenizer=wrap(words))
+    with running(SETTINGS, [named], worker) as (client, _):
+        fields = dict(model="endless", prompt=[5, 6], seed=0, max_tokens=4)
+        alone, echoed = (complete(client, echo=echo, **fields)["choices"][0]["text"] for echo in (False, True))
+    assert echoed == "5 6" + alone and re.fullmatch(r"( \d+){4}", alone)
 
 
 def test_a_stop_cuts_exactly_and_ends_the_slot(server):

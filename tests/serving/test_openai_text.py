@@ -22,7 +22,7 @@ from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
 from reinforce_ada_jax.serving.response_text import ResponseText, prompt_pieces
 from reinforce_ada_jax.serving.sampler import Sampled, Sampler
 from reinforce_ada_jax.training.components import ASSETS
-from tests.serving.test_tokenizer import of_bytes
+from tests.serving.test_tokenizer import of_bytes, of_words
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -121,6 +121,27 @@ def test_a_bos_that_the_tokenizer_adds_has_no_text_and_other_special_tokens_have
     assert [piece.text for piece in prompt_pieces(tokenizer, tokens, "zU=")] == ["", "z", "U", "="]
     asked = np.append(tokens, tokenizer.stop_ids[0])
     assert [piece.text for piece in prompt_pieces(tokenizer, asked, None)] == [bos, "z", "U", "=", end]
+
+
+def test_a_completion_goes_on_with_the_text_of_its_prompt():
+    """SentencePiece strips the space before a first word, and here "Hello" is not the first one."""
+    tokenizer = of_words()  # Hello, world, !, bytes
+    byte = 3 + 0xE4  # part of a character
+    for prompt, text in (
+        ([1], " Hello"),
+        ([1, 300, byte], " Hello"),
+        ([2], " Hello"),
+        ([byte, 300], "Hello"),
+        ([], "Hello"),
+    ):
+        response = ResponseText(tokenizer, (), (), False, after=prompt)
+        response.add(sampled([0]))
+        assert response.text == text
+    pieces = prompt_pieces(tokenizer, np.array([0, 1]), None)
+    response = ResponseText(tokenizer, (), (), True, prompt=pieces, after=[0, 1])
+    response.add(sampled([0, 2]))
+    assert response.text == tokenizer.decode(np.array([0, 1, 0, 2])) == "Hello world Hello!"
+    assert [piece[:2] for piece in response.pieces] == [("Hello", 0), (" world", 5), (" Hello", 11), ("!", 17)]
 
 
 ALPHABET = {letter: int(of_bytes().encode(letter)[0]) for letter in "abcd"}

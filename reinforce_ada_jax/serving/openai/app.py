@@ -212,7 +212,7 @@ class App:
             )
         return Terms(
             asked.n or 1, sampling, asked.seed, asked.stops, keep_pieces=num_top is not None,
-            keep_end=num_top is not None and is_completion, scored=scored, draws=max_tokens > 0,
+            keep_end=num_top is not None and is_completion, goes_on=is_completion, scored=scored, draws=max_tokens > 0,
         )  # fmt: skip
 
     async def _answer(

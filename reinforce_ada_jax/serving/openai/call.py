@@ -58,6 +58,7 @@ class Terms:
     stops: tuple[str, ...]  # texts that end a response
     keep_pieces: bool  # the answer shows tokens
     keep_end: bool = False  # the answer also shows the token that ended a response
+    goes_on: bool = False  # the text of a response goes on with that of its prompt
     scored: bool = False  # the scorer is needed: the sampler's log-probabilities are not enough
     draws: bool = True  # False: the answer has only the prompts
 
@@ -92,10 +93,12 @@ class Call:
                 f"{name} {number}", prompt.tokens, terms.num_samples, terms.sampling, stop_ids, terms.seed, self._done
             )
             job.watch = functools.partial(self._grown, len(self.choices))
+            after = prompt.tokens.tolist() if terms.goes_on else ()
             for draw in range(terms.num_samples):
                 text = ResponseText(
-                    tokenizer, stop_ids, terms.stops, terms.keep_pieces, keep_end=terms.keep_end, prompt=prompt.pieces
-                )
+                    tokenizer, stop_ids, terms.stops, terms.keep_pieces,
+                    keep_end=terms.keep_end, prompt=prompt.pieces, after=after,
+                )  # fmt: skip
                 self.choices.append(Choice(len(self.choices), job, draw, text))
 
     def submit(self) -> None:
