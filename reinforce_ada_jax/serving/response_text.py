@@ -179,11 +179,13 @@ class ResponseText:
 class TextStops:
     """Texts of the responses of one request while they grow; each response ends when its text contains a stop.
 
-    `watch` is for `SampleJob.watch`. `end` is called once, with its index, for a running response that has a stop.
+    `watch` is for `SampleJob.watch`. `end` is called once, with its index, for a running response that has a stop, or
+    tokens that the tokenizer can't decode.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end: Callable[[int], None]):
         self._end = end
+        self._errors: dict[int, ValueError] = {}  # of the tokenizer
         self._parts: dict[int, list[Sampled]] = collections.defaultdict(list)
         self._texts: dict[int, ResponseText] = collections.defaultdict(
             lambda: ResponseText(tokenizer, tokenizer.stop_ids, stops, keep_pieces=False)
@@ -192,14 +194,23 @@ class TextStops:
     def watch(self, index: int, new: Sampled, ended: bool) -> None:
         """Ends a response if its new tokens complete a stop; if it has ended already, only `cut` is needed."""
         text = self._texts[index]
-        if not text.at_stop_text:
-            self._parts[index].append(new)
+        if text.at_stop_text or index in self._errors:
+            return
+        self._parts[index].append(new)
+        try:
             text.add(new)
-            if text.at_stop_text and not ended:
-                self._end(index)
+        except ValueError as error:  # `cut` raises it: here it would end the requests of all clients
+            self._errors[index] = error
+        if (text.at_stop_text or index in self._errors) and not ended:
+            self._end(index)
 
     def cut(self, index: int, found: Sampled) -> Sampled:
-        """Returns a finished response, up to the first token after which its text contains a stop."""
+        """Returns a finished response, up to the first token after which its text contains a stop.
+
+        Raises ValueError if the tokenizer can't decode its tokens.
+        """
+        if index in self._errors:
+            raise self._errors[index]
         text, parts = self._texts[index], self._parts[index]
         if not text.at_stop_text:
             return found

@@ -1,7 +1,9 @@
 """Texts of the OpenAI-compatible server without an engine: stops, tokens, calls of tools, streams."""
 
 import asyncio
+import dataclasses
 import json
+import pathlib
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +16,7 @@ from reinforce_ada_jax.environments import tool_calls
 from reinforce_ada_jax.environments.tool_calls import parse_calls, partial_length, settled_length
 from reinforce_ada_jax.learning.scoring import Scores
 from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.answer import Answer
 from reinforce_ada_jax.serving.openai.call import Backend, Call, PromptText, Terms
@@ -22,6 +25,7 @@ from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
 from reinforce_ada_jax.serving.response_text import ResponseText, prompt_pieces
 from reinforce_ada_jax.serving.sampler import Sampled, Sampler
 from reinforce_ada_jax.training.components import ASSETS
+from tests import standins
 from tests.serving.test_tokenizer import of_bytes, of_words
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
@@ -329,6 +333,34 @@ def test_a_stream_shows_no_token_of_a_character_that_a_stop_removes():
     assert (whole["text"], whole["finish_reason"], end["finish_reason"]) == ("a", "stop", "stop")
     assert first["logprobs"] == whole["logprobs"] and first["logprobs"]["tokens"] == ["a"]
     assert end["logprobs"] is None
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_tokens_that_cannot_be_decoded_end_the_request(monkeypatch, ended):
+    """An error that a callback of the event loop raises would be logged, and the request would wait for ever."""
+    tokenizer = dataclasses.replace(of_bytes(), folder=pathlib.Path("/models/secret"))
+    terms = Terms(2, SamplingParams(8), None, (), keep_pieces=False)
+
+    async def ask():
+        sampler = ScriptedSampler(tokenizer, "", 1)
+        call = Call(
+            [PromptText(np.zeros(1, np.int32))],
+            terms,
+            tokenizer,
+            Backend(sampler, ScriptedScores()),
+            "name",
+            ended_with.append,
+        )
+        call.choices[0].job.watch(1, sampled([1]), ended)
+        with pytest.raises(Refusal, match="the tokenizer of the model can't decode 1 tokens"):
+            await asyncio.wait_for(call.finished(), 5)
+        return sampler.cancelled
+
+    ended_with = []
+    standins.failing(
+        monkeypatch, Tokenizer, "decode", ValueError(f"the tokenizer of {tokenizer.folder} can't decode 1 tokens")
+    )
+    assert asyncio.run(ask()) == [0, 1] and len(ended_with) == 2
 
 
 def test_a_stop_text_cancels_the_draw():

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.serving.response_text import TextStops
 from reinforce_ada_jax.serving.sampler import Sampled
+from tests import standins
 from tests.serving.test_tokenizer import of_bytes
 
 TOKENIZER = of_bytes()
@@ -49,3 +51,16 @@ def test_a_stop_in_the_last_tokens_is_cut_off(stops):
     stops.watch(0, sampled("aENDbEND"), True)
     cut = stops.cut(0, sampled("aENDbEND"))
     assert cut.stopped and cut.logprobs.tolist() == [0, 1, 2, 3] and ended == []
+
+
+def test_tokens_that_cannot_be_decoded_are_an_error_of_their_request(stops, monkeypatch):
+    """An error in `watch` is raised in the sampler's turn, which gives it to the requests of all clients."""
+    stops, ended = stops
+    standins.failing(monkeypatch, Tokenizer, "decode", ValueError("can't decode 1 tokens"))
+    for window in ("a", "b"):
+        stops.watch(1, sampled(window), False)
+    stops.watch(2, sampled("a"), True)
+    assert ended == [1]
+    for index in (1, 2):
+        with pytest.raises(ValueError, match="can't decode"):
+            stops.cut(index, sampled("ab"))

@@ -16,6 +16,7 @@ from jaxtyping import Int
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.learning.scoring import Scores
 from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.openai.scoring import ScoreJob, ScoreQueue
 from reinforce_ada_jax.serving.response_text import Piece, ResponseText
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
@@ -133,9 +134,13 @@ class Call:
             return
         if self.first_token_s is None:
             self.first_token_s = time.monotonic() - self._begun
-        choice.text.add(sampled)
-        if ended:
-            choice.text.finish()
+        try:
+            choice.text.add(sampled)
+            if ended:
+                choice.text.finish()
+        except ValueError as error:  # tokens that the tokenizer can't decode; clients do not learn where its folder is
+            self.fail(Refusal(500, str(error).replace(str(self.tokenizer.folder), "the model")))
+            return
         if choice.text.at_stop_text:
             self._drawn(choice, "stop")
             if not ended:
