@@ -428,6 +428,26 @@ def test_a_session_that_ends_during_a_heartbeat_stays_ended(tmp_path, monkeypatc
     service.store.close()
 
 
+def test_a_base_that_is_no_longer_served_is_refused(tmp_path):
+    """A session lives on when the server starts again, also with other models."""
+    service = service_lib.Service(settings_for(tmp_path), tmp_path, {})
+    asked = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
+    session = service.create_session(asked).session_id
+    service.store.add_sampler(store_lib.SamplerRow(f"{session}:sample:0", session, "gone", None))
+    ended = dict(next_seq=1, state_seq=0, created=0.0, ended="its client closed it")
+    service.store.add_model(store_lib.ModelRow("model", "old", "gone", 2, ("q_proj",), {}, **ended))
+    request = types.SampleRequest(
+        sampling_session_id=f"{session}:sample:0", seq_id=0, prompt=PROMPT, num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1),
+    )  # fmt: skip
+    for ask in (lambda: service.sample(request), lambda: service.get_info("model")):
+        with pytest.raises(http_lib.Refusal, match="base_model is 'gone'") as refused:
+            ask()
+        assert refused.value.status == 400
+    assert not service.samples.waiting
+    service.store.close()
+
+
 def test_a_model_of_a_session_that_ends_meanwhile_is_not_made(server, monkeypatch):
     """Nothing would end it: it would take a place of --models, also after every later start."""
     _, service, worker = server

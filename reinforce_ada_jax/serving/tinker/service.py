@@ -171,7 +171,7 @@ class Service:
 
     def get_info(self, model_id: str) -> types.GetInfoResponse:
         model = self.model(model_id)
-        base = self.bases[model.base]
+        base = self.base(model.base)
         data = {"arch": base.engine.architecture.family, "model_name": base.name, "tokenizer_id": base.tokenizer_id}
         return types.GetInfoResponse.model_validate({
             "type": "get_info", "model_id": model.id, "model_name": base.name, "is_lora": True,
@@ -202,6 +202,7 @@ class Service:
             raise Refusal(422, "sampling_session_id and seq_id are missing: use a SamplingClient of this client.")
         sampler = self.sampler(request.sampling_session_id)
         self._check_session(sampler.session)
+        base = self.base(sampler.base)  # an earlier start of the server may have had other models
         request_id = f"{sampler.id}:{request.seq_id}"
         with self.lock:
             if request_id not in self.samples:
@@ -213,11 +214,11 @@ class Service:
                 adapter = f"{sampler.path}#{self.checkpoint(sampler.path).created}" if sampler.path else ""
                 future = self.samples.add(request_id, sampler.session)
                 try:
-                    self._queue_sample(request_id, future, self.bases[sampler.base], adapter, request)
+                    self._queue_sample(request_id, future, base, adapter, request)
                 except ValueError as error:
                     self.samples.finish(request_id, protocol.error_result(str(error)))
         self.wake.set()
-        most = self.bases[sampler.base].engine.options.output_rows  # more are refused
+        most = base.engine.options.output_rows  # more are refused
         ids = [f"{request_id}:{index}" for index in range(max(0, min(request.num_samples, most)))]
         return types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
