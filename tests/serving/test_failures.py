@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 from reinforce_ada_jax.serving import hosts
@@ -101,7 +102,7 @@ class FailingSampler(Sampler):
 
 def served():
     engine = mock.Mock(spec=Engine, options=OPTIONS, spans_processes=False)
-    engine.architecture = types.SimpleNamespace(vocab_size=9)
+    engine.architecture, engine.mesh = types.SimpleNamespace(vocab_size=9), mesh_lib.make_mesh()
     return Served("m", pathlib.Path("m"), of_bytes(), engine, dict)
 
 

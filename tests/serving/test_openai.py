@@ -20,6 +20,7 @@ import tokenizers
 
 from reinforce_ada_jax import serve
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.rewards import judge
 from reinforce_ada_jax.sampling.engine import Engine
@@ -464,10 +465,19 @@ def test_more_prompts_than_may_be_open_are_refused_before_one_is_encoded(server,
     assert not encoder.prompts
 
 
+def test_every_copy_of_a_model_has_slots(served):
+    """2 copies of 8 slots, and 256 responses that wait; with the slots of one copy the other would be idle."""
+    engine = Engine(served[0].engine.architecture, served[0].engine.options, mesh=mesh_lib.make_mesh(data=2))
+    with running(SETTINGS, [dataclasses.replace(served[0], engine=engine)]) as (client, app):
+        app.backends = {"cipher": None}  # requests are refused before
+        answer = client.post("/v1/completions", json={"model": "cipher", "prompt": PROMPT, "n": 2 * 8 + 256 + 1})
+    assert answer.status_code == 400 and "a request may have 1 to 272 (--waiting)" in answer.text
+
+
 def test_a_prompt_of_another_client_is_encoded_between_those_of_a_long_request(server, encoder, monkeypatch):
     client, app = server
 
-    def admitted(num_responses):
+    def admitted(served, num_responses):
         if encoder.begun.is_set():
             encoder.go_on.set()  # the second client is in; the first one's first prompt ends only now
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from reinforce_ada_jax.sampling.programs import num_replicas
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving.http import HUNG_UP, Bodies, Refusal, Served, check_json_values, has_key
 from reinforce_ada_jax.serving.openai import protocol
@@ -149,7 +150,7 @@ class App:
 
         most = protocol.DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
         terms = self._terms(asked, served, most)
-        self._admit(terms.num_samples * len(asked.prompts))
+        self._admit(served, terms.num_samples * len(asked.prompts))
         prompts: list[PromptText] = []
         for prompt in asked.prompts:  # one at a time, so that prompts of other requests come between
             prompts.append(await self._tokenize(served, partial(_prompt, served, prompt, echo=bool(asked.echo))))
@@ -169,7 +170,7 @@ class App:
 
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         terms = self._terms(asked, served, most)
-        self._admit(terms.num_samples)
+        self._admit(served, terms.num_samples)
         return await self._answer(request, asked, served, [await self._tokenize(served, render)], terms)
 
     async def _body(self, request: Request) -> bytes:
@@ -225,7 +226,7 @@ class App:
     ) -> Response:
         if self._is_ending:
             raise _stopping()
-        self._admit(terms.num_samples * len(prompts))  # again: others were admitted while these were encoded
+        self._admit(served, terms.num_samples * len(prompts))  # again: others were admitted while these were encoded
         self._num_requests += 1
         name, backend = f"request {self._num_requests}", self.backends[served.name]
         call = Call(prompts, terms, served.tokenizer, backend, name, self._response_ended)
@@ -250,8 +251,9 @@ class App:
             watch.cancel()
             await self._end_call(call)
 
-    def _admit(self, num_responses: int) -> None:
-        most = self.settings.slots + self.settings.waiting
+    def _admit(self, served: Served, num_responses: int) -> None:
+        # Every copy of the model has its own slots.
+        most = num_replicas(served.engine.mesh) * self.settings.slots + self.settings.waiting
         if not 1 <= num_responses <= most:
             raise Invalid(
                 f"{num_responses:,} responses are asked for; a request may have 1 to {most:,} (--waiting).", "n"
