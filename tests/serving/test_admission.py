@@ -150,6 +150,7 @@ def test_tokens_that_have_no_text_end_their_call_only(monkeypatch):
         task = asyncio.create_task(servicer.Decode(text_request(), Call()))
         await settle()
         driver.answer(driver.requests[0], [1])
+        await settle()
         with pytest.raises(Ended, match="can't decode") as ended:
             await task
         assert ended.value.args[0] == grpc.StatusCode.INVALID_ARGUMENT

@@ -15,7 +15,7 @@ from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
 from reinforce_ada_jax.serving.jetstream.servicer import PREFILLED, Servicer, pb2
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.training import components as components_lib
-from tests.serving.test_tokenizer import of_bytes
+from tests.serving.test_tokenizer import of_bytes, of_words
 
 SLOTS = 2
 OPTIONS = types.SimpleNamespace(slots=SLOTS, max_prompt_tokens=8, max_response_tokens=16)
@@ -102,11 +102,11 @@ async def begin(servicer, count) -> list[asyncio.Task]:
     return tasks
 
 
-def answer_to(request, *turns) -> Call:
+def answer_to(request, *turns, tokenizer=None) -> Call:
     """The call of one request that the Driver answers so."""
 
     async def run():
-        servicer, driver = make()
+        servicer, driver = make(tokenizer=tokenizer)
         call = Call()
         task = asyncio.create_task(servicer.Decode(request, call))
         await settle()
@@ -127,6 +127,12 @@ def test_ids_come_at_once_and_text_when_it_can_be_read():
         ("h", [h]), ("", you[:1]), ("", you[1:2]), ("你", you[2:]),
     ]  # fmt: skip
     assert call.trailing == (("finish", "stop"),)
+
+
+def test_the_text_goes_on_with_that_of_its_prompt():
+    """SentencePiece strips the space before a first word, and here "world" is not the first one."""
+    call = answer_to(text_request("▁Hello"), [1], [2], [], tokenizer=of_words())
+    assert [sample.text for sample in call.responses] == [" world", "!"]
 
 
 def test_text_cut_off_within_a_character_is_flushed():

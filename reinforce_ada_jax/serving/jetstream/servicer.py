@@ -164,9 +164,10 @@ class Servicer:
             is_client_side_tokenization=True,  # skips JetStream's own detokenisation, of one token at a time
         )
         self._driver.place_request_on_prefill_queue(active)
-        text = TextStream(self._tokenizer) if request.WhichOneof("content") == "text_content" else None
         count = 0
         try:
+            is_text = request.WhichOneof("content") == "text_content"
+            text = TextStream(self._tokenizer, prompt.tolist()) if is_text else None
             while count < request.max_tokens and (token_ids := await channel.results.get()) is not None:
                 if token_ids:  # empty for a stop token
                     count += len(token_ids)
