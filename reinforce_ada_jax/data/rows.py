@@ -105,7 +105,8 @@ def _messages(messages: Any, name: str, where: str) -> list[dict[str, str]]:
                 f"{where}: {shown(message)} in {name} is no message. It must have role and content, as text."
             )
     if not messages or messages[-1]["role"] != "user":
-        raise ValueError(f"{where}: {name} has {len(messages)} messages and must end with one of the user.")
+        found = f"the last one has the role {shown(messages[-1]['role'])}" if messages else "there are none"
+        raise ValueError(f"{where}: the messages in {name} must end with one of the role 'user', and {found}.")
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 

@@ -120,8 +120,8 @@ def test_another_system_message_is_another_prompt(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prompt": []}, "line 1: prompt has 0 messages and must end with one of the user"),
-        ({"prompt": [{"role": "assistant", "content": "x"}]}, "must end with one of the user"),
+        ({"prompt": []}, "line 1: the messages in prompt must end with one of the role 'user', and there are none"),
+        ({"prompt": [{"role": "human", "content": "x"}]}, "of the role 'user', and the last one has the role 'human'"),
         ({"prompt": [{"role": "user"}]}, r"line 1: {'role': 'user'} in prompt is no message.*role and content"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "is no message"),
         (
