@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ ADDRESS_SPACE_BYTES = 4 * 2**30
 # SIGALRM needs no interpreter, so it also ends C code that never returns. (PR_SET_PDEATHSIG would be sooner, but it
 # fires when the *thread* that started the process ends, and would kill the workers of a pool made in a thread.)
 ORPHAN_GRACE_S = 5.0
+_LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 MAX_LINE, MAX_TEXT = 600, 8_000  # characters of the text of an exception, and of a traceback
 Answer = Callable[[dict[str, Any]], Mapping[str, Any]]
 _ENVIRONMENT = {
@@ -46,10 +48,11 @@ class Misuse(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the exception and its innermost frame outside of this package and the import system."""
+    """Returns the exception and its innermost frame outside of libraries; if there is none, outside of this package."""
     if isinstance(error, Misuse):
         return " ".join(str(error).split())[:MAX_LINE]
     frames = _user_frames(error)
+    frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     text = " ".join(traceback.format_exception_only(error)[-1].split())[:MAX_LINE]
     return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
 

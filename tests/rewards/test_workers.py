@@ -346,6 +346,7 @@ def test_a_module_that_kills_its_worker_is_an_error_at_once(tmp_path, monkeypatc
         ("def grade(response): ...", r"yours.py:grade takes \(response\), and is called with \(response, answer\)"),
         ("import os\ndef grade(response, answer): ...\nos._exit(1)", r"3 verifier workers in a row did not start"),
         ("raise ValueError('a\\nb')\ndef grade(response, answer): ...", r"ValueError: a b .*line 1\)"),
+        ("import json\ndef grade(response, answer): ...\njson.loads('x')", r"JSONDecodeError: .*yours.py, line 3\)"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_loaded_is_an_early_error_of_one_line(tmp_path, text, said):
