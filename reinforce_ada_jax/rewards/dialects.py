@@ -36,15 +36,18 @@ class InvalidReward(Misuse):
     """A function can't be called with a problem's columns, or its result is no reward; the text is for its author."""
 
 
-def number(value: Any) -> float:
-    """Returns a reward as a float; raises InvalidReward unless it is a finite number, not text that looks like one."""
+def number(value: Any, rule: str = "a grade function must return a Verdict, a number or a bool") -> float:
+    """Returns a reward as a float; raises InvalidReward unless it is a finite number, not text that looks like one.
+
+    `rule` begins the message about a value that is no number.
+    """
     try:
         # Most of numpy's scalars are no Python floats and its bools no numbers, so anything but text is converted.
         reward = None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         reward = None
     if reward is None:
-        raise InvalidReward(f"a grade function must return a Verdict, a number or a bool, not {_shown(value)}")
+        raise InvalidReward(f"{rule}, not {_shown(value)}")
     if not math.isfinite(reward):
         raise InvalidReward(f"a reward must be finite, not {reward}")
     return reward
@@ -99,7 +102,9 @@ def _openai_arguments(response: str, answer: str, columns: Columns) -> dict[str,
 
 def _own_value(value: Any) -> Reward:
     if isinstance(value, Verdict):
-        number(value.reward)
+        if isinstance(value.correct, str):  # bool("no") is True
+            raise InvalidReward(f"correct of a Verdict must be True or False, not {_shown(value.correct)}")
+        number(value.reward, "reward of a Verdict must be a number")
         return value
     return number(value)
 

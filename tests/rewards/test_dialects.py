@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,14 @@ def test_columns_go_to_the_parameters_that_have_their_names():
     assert dialects.adapt(lambda *texts: len(texts))("r", "a", {"level": 3}) == 2.0
 
 
+def unchecked(**fields: Any) -> Verdict:
+    """A verdict with fields of other types, which the type checks of the tests would refuse."""
+    verdict = Verdict(True, 1.0)
+    for name, value in fields.items():
+        object.__setattr__(verdict, name, value)
+    return verdict
+
+
 @pytest.mark.parametrize(
     ("defined", "columns", "message"),
     [
@@ -79,6 +88,8 @@ def test_columns_go_to_the_parameters_that_have_their_names():
         (lambda response, answer: [1.0], {}, r"not \[1.0\]"),
         (lambda response, answer: float("nan"), {}, "must be finite, not nan"),
         (lambda response, answer: Verdict(True, float("inf")), {}, "must be finite, not inf"),
+        (lambda response, answer: unchecked(reward="1.0"), {}, "reward of a Verdict must be a number, not '1.0'"),
+        (lambda response, answer: unchecked(correct="no"), {}, "correct of a Verdict must be True or False, not 'no'"),
         (lambda response, answer: "x" * 1000, {}, r"not 'x{79}\.\.\."),
         (lambda response, answer, level: 1, {"type": 1}, "it needs level, and the problem has only type"),
         (lambda completions: 1.0, {}, "must return a list of one reward for each, not 1.0"),
