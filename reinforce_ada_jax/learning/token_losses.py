@@ -132,6 +132,12 @@ def load(loss: str) -> str | TokenLossFn:
 
     def checked(config: LossConfig, ratio: Tokens, logprobs: Tokens, advantages: Tokens) -> TokenLoss:
         found = function(config, ratio, logprobs, advantages)
+        if isinstance(found, tuple | list) and not isinstance(found, TokenLoss):
+            raise user_code.wrong(
+                function,
+                f"{setting}, which returned a {type(found).__name__} of {len(found)}; it must return the loss of each "
+                "token, or a TokenLoss(loss, clipped).",
+            )
         result = found if isinstance(found, TokenLoss) else TokenLoss(found)
         shape, dtype = np.shape(result.loss), jnp.result_type(result.loss)
         if shape != np.shape(ratio) or dtype != jnp.float32:

@@ -137,6 +137,7 @@ def test_a_loss_of_the_users_own(tmp_path):
     [
         ("ratio.sum()", r"returned float32\[\] for ratios of float32\[2, 3\]; it must return the loss of each token"),
         ("(ratio > 1)", r"returned bool\[2, 3\]"),
+        ("-ratio * advantages, ratio > 1", r"returned a tuple of 2; .* each token, or a TokenLoss.*mine.py, line 1\)"),
         ("None", r"returned None for ratios of float32\[2, 3\]"),
         ("ratio * float('nan')", r"whose loss is nan for advantages of 1 and -1 .* all must be finite"),
         ("abs(ratio - 1) ** 0.5 * advantages", "slopes from -inf to inf; all must be finite"),  # at ratio 1
