@@ -10,6 +10,7 @@ penalties are added afterwards, without a weight (`length_terms`).
 """
 
 import dataclasses
+import math
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -196,6 +197,21 @@ def kept_draws(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
     return kept
 
 
+def _weight(strategy: Strategy, pass_rate: float) -> float:
+    """Returns `weight`; raises ValueError where it is no finite number."""
+    returned = strategy.weight(pass_rate)
+    try:
+        weight = math.nan if isinstance(returned, str) else float(returned)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise user_code.wrong(
+            strategy.weight,
+            f"weight of the strategy is {returned!r:.80} for a pass rate of {pass_rate:g}; it must be a finite number.",
+        )
+    return weight
+
+
 def make_group(
     pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None, *, prompt_weight: float = 1.0
 ) -> Group:
@@ -223,6 +239,6 @@ def make_group(
     pass_rate = float(pool.correct.mean())
     differences, scale = _compared(pool, kept, strategy)
     # Lengths without the weight: w(p) is for outcomes, and 0 at p = 1 for some objectives.
-    advantages = strategy.weight(pass_rate) / scale * differences
+    advantages = _weight(strategy, pass_rate) / scale * differences
     advantages += length_terms(pool.penalties[kept], pool.correct[kept])
     return Group(pool, kept, prompt_weight * advantages, pass_rate < strategy.clips_below, prompt_weight)

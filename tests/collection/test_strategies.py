@@ -702,6 +702,13 @@ def test_fields_that_are_out_of_range(field, value, message):
         dataclasses.replace(strategies.fixed(3), **{field: value})
 
 
+@pytest.mark.parametrize("weight", [np.nan, np.inf, None, "1.0"])
+def test_the_weight_of_a_users_strategy_is_a_finite_number(weight):
+    mine = dataclasses.replace(strategies.fixed(4), weight=lambda pass_rate: weight)
+    with pytest.raises(ValueError, match=r"weight of the strategy is .* for a pass rate of 0.25; it must be a finite"):
+        make_group(drawn([1, 0, 0, 0]), mine)
+
+
 @pytest.mark.parametrize("probability", [2.0, -0.1, np.nan])
 def test_what_a_users_strategy_goes_on_with_is_a_probability(probability):
     more = {"next_draws": lambda progress: 1, "continue_probability": lambda progress: probability}
