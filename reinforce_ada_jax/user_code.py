@@ -53,8 +53,9 @@ def check(path: pathlib.Path, setting: str, name: str) -> None:
             symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes, or not UTF-8
         is_utf16 = path.read_bytes().startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        why = "the file is UTF-16. Save it as UTF-8" if is_utf16 else error
-        raise ValueError(f"{setting}, but {path} is not valid Python: {why}.") from error
+        not_utf8 = isinstance(error, UnicodeDecodeError) or "missing encoding declaration" in str(error)
+        why, remedy = "the file is UTF-16" if is_utf16 else error, ". Save it as UTF-8" * (is_utf16 or not_utf8)
+        raise ValueError(f"{setting}, but {path} is not valid Python: {why}{remedy}.") from error
     defined = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
     if name not in defined and not re.search(r"import\s*\*", source):
         raise ValueError(f"{setting}, but {path} defines no {name!r} (it defines {', '.join(defined) or 'nothing'}).")
@@ -90,8 +91,10 @@ def run(path: pathlib.Path) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
+def failures(path: pathlib.Path, setting: str, place: str = "") -> Iterator[None]:
     """Raises errors of a user's file as UserCodeError: one line that begins with `setting` and has the line number.
+
+    `place` ends the message where no line of the file ran, because a call had other arguments than its function takes.
 
     `sys.exit()` is such an error, and so is KeyboardInterrupt unless Ctrl-C raises it. If the file runs for
     `NOTE_AFTER_S` seconds, a note on stderr names it, because only Ctrl-C ends a loop in it.
@@ -102,13 +105,13 @@ def failures(path: pathlib.Path, setting: str) -> Iterator[None]:
     try:
         yield
     except BaseException as raised:
-        _raise(raised, path, setting)
+        _raise(raised, path, setting, place)
     finally:
         note.cancel()
         note.join()  # the caller may fork
 
 
-def _raise(raised: BaseException, path: pathlib.Path, setting: str) -> NoReturn:
+def _raise(raised: BaseException, path: pathlib.Path, setting: str, place: str) -> NoReturn:
     """Raises an error of a user's file with its line number; Ctrl-C and UserCodeError stay as they are."""
     error, frames = raised, _frames(raised, path)
     if isinstance(raised, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -120,7 +123,7 @@ def _raise(raised: BaseException, path: pathlib.Path, setting: str) -> NoReturn:
     while not frames and (inner := error.__cause__ or error.__context__) is not None:
         error, frames = inner, _frames(inner, path)  # a library raised it again with a text of its own
     error = error if frames else raised
-    where = f" ({path}, line {frames[-1].lineno})" if frames else ""
+    where = f" ({path}, line {frames[-1].lineno})" if frames else place
     what = f"{type(error).__name__}: {error}".partition("\n")[0] if frames else str(error)
     if isinstance(error, SystemExit):
         what = f"it called {call_of(error)}, and must not end the command"
@@ -143,11 +146,14 @@ def named(function: Callable[..., Any], path: pathlib.Path, setting: str) -> Cal
         try:
             return function(*arguments, **options)
         except BaseException as raised:
-            _raise(raised, path, setting)
+            _raise(raised, path, setting, place)
 
     code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial: of its function
+    if isinstance(function, type):
+        code = getattr(function.__init__, "__code__", None)
     line = f", line {code.co_firstlineno}" if code and code.co_filename == str(path.resolve()) else ""
-    called.__dict__["place"] = setting, f" ({path}{line})"
+    place = f" ({path}{line})"
+    called.__dict__["place"] = setting, place
     return called
 
 
@@ -194,10 +200,11 @@ def load(reference: str, setting: str) -> Callable[..., Any]:
         raise ValueError(f"{setting}, which is {function!r}; it must be a function or a class.")
 
     checked = named(function, path, setting)
+    _, place = checked.__dict__["place"]
 
     @functools.wraps(checked)  # also its place
     def called(*arguments: Any) -> Any:
-        with failures(path, setting):
+        with failures(path, setting, place):
             return function(*arguments)
 
     return called

@@ -71,3 +71,29 @@ def test_a_file_that_does_not_end_is_named_with_its_line(tmp_path, monkeypatch, 
     with user_code.failures(file, "collection.strategy is 'mine.py:f'"):
         time.sleep(0.2)  # this program's own work is no line of the file
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("x = 1\ndef mine(config): ...\n", 2),
+        ("class mine:\n    def __init__(self, prompts): ...\n", 2),
+        ("import functools\nmine = functools.partial(lambda config: ...)\n", 2),
+    ],
+)
+def test_a_call_with_other_arguments_names_the_line_of_the_function(tmp_path, text, line):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    message = rf"which failed: .* positional arguments? but [23] were given \({file}, line {line}\)$"
+    with pytest.raises(user_code.UserCodeError, match=message):
+        user_code.load(f"{file}:mine", "collection.strategy is 'mine'")("prompts", "config")
+    with pytest.raises(user_code.UserCodeError, match=message):
+        user_code.named(user_code.run(file).mine, file, "collection.strategy is 'mine'")("prompts", "config")
+
+
+@pytest.mark.parametrize("text", ["# f\xfcr\ndef f(): ...\n", "\n\n\ndef f(): return '\xfc'\n"])
+def test_a_file_in_another_encoding_has_a_remedy(tmp_path, text):
+    file = tmp_path / "mine.py"
+    file.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"is not valid Python: .*\. Save it as UTF-8\.$"):
+        user_code.check(file, "reward.path is 'mine.py:f'", "f")
