@@ -36,6 +36,11 @@ def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig
     match = re.fullmatch(r"(?s)(.*?)(?:@(\d+))?(?:/(\d+)x(\d+))?((?:\+\w+)*)", entry.strip())
     assert match is not None  # the first part matches any text
     name, *sizes, words = match.groups()
+    if ":" not in name and re.search("[@/]", name):
+        raise ValueError(
+            f"the strategy {entry!r} does not have the form NAME@n/MxN+WORD, such as balance@4/8x4+log, in which all "
+            "but NAME may be left out."
+        )
     changes: dict[str, str | int] = {"strategy": name}
     for key, size in zip(("group_size", "samples_per_round", "max_rounds"), sizes, strict=True):
         changes |= {key: int(size)} if size else {}

@@ -148,8 +148,9 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
 def unique_names(workdirs: Sequence[pathlib.Path]) -> list[str]:
     """Returns the shortest ends of the paths of work directories that differ; ValueError if one is named twice."""
     parts = [workdir.resolve().parts for workdir in workdirs]
-    if len(set(parts)) < len(parts):
-        raise ValueError("a work directory is named twice: name each once.")
+    for workdir, end in zip(workdirs, parts, strict=True):
+        if parts.count(end) > 1:
+            raise ValueError(f"the work directory {workdir} is named twice: name each once.")
     depth = next(depth for depth in itertools.count(1) if len({path[-depth:] for path in parts}) == len(parts))
     return ["/".join(path[-depth:]) for path in parts]
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import re
 import socket
 from typing import TYPE_CHECKING
 
@@ -101,6 +103,11 @@ class ServerSettings:
         """Raises ValueError with the rule, the value and the remedy."""
         if self.api == "grpc":
             check_input("--model", self.model)
+            if re.search("[,=]", self.model) and "://" not in self.model and not os.path.exists(self.model):
+                raise ValueError(
+                    f"--api=grpc serves one model, without a name, and --model is {self.model!r}: give one folder, or "
+                    "choose --api=openai."
+                )
             if self.api_key:
                 raise ValueError("--api=grpc knows no keys: leave out --api_key, or choose --api=openai.")
         else:

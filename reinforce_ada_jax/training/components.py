@@ -73,8 +73,13 @@ PACKAGE_PREFIX = "package:"
 
 
 def local_folder(path: str) -> pathlib.Path:
-    """Returns the folder that `path` names, existing or not; "package:cipher" is part of the package."""
+    """Returns the folder that `path` names, existing or not; "package:cipher" is part of the package.
+
+    Raises ValueError for another model of the package: there is none.
+    """
     if path.startswith(PACKAGE_PREFIX):
+        if path != f"{PACKAGE_PREFIX}cipher":
+            raise ValueError(f"there is no model {path!r}: the only model of the package is {PACKAGE_PREFIX}cipher.")
         return ASSETS / path.removeprefix(PACKAGE_PREFIX)
     return pathlib.Path(path)
 

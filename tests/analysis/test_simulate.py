@@ -219,6 +219,8 @@ def refused(capsys, arguments, parts) -> None:
     ("arguments", "parts"),
     [
         (["--strategy=balnce"], ["'balnce'", "grpo, positive, balance", "file.py:function"]),
+        (["--strategy=grpo@x"], ["'grpo@x' does not have the form NAME@n/MxN+WORD", "balance@4/8x4+log"]),
+        (["--strategy=balance/8"], ["'balance/8' does not have the form"]),
         (["--strategy=grpo,balance@16"], ["group_size is 16", "samples_per_round is 8"]),
         (["--strategy=balance+logarithm"], ["objective is 'logarithm'", "identity, log, power"]),
         (["--strategy=none.py:f"], ["there is no file 'none.py'"]),

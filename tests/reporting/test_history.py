@@ -88,7 +88,7 @@ def test_runs_of_one_name_get_unique_names(tmp_path):
     assert [history.name for history in history_lib.with_unique_names(histories[:2])] == ["seed0/grpo", "seed1/grpo"]
     assert [history.name for history in history_lib.with_unique_names(histories)] == list(names)
     assert [history.name for history in history_lib.with_unique_names(histories[:1])] == ["grpo"]
-    with pytest.raises(ValueError, match="named twice"):
+    with pytest.raises(ValueError, match="a/seed0/grpo is named twice: name each once"):
         history_lib.with_unique_names([histories[0], histories[0]])
 
 

@@ -379,6 +379,8 @@ def test_grace_ends_and_a_second_signal_ends_everything(endless, questions):
             ["Qwen/Qwen2.5-1.5B is not a folder", "can't be fetched"],
         ),
         ({"model": "."}, ["config.json"]),
+        ({"model": "a,b=c"}, ["--api=grpc serves one model", "--model is 'a,b=c'", "give one folder"]),
+        ({"model": "package:chiper"}, ["there is no model 'package:chiper'", "package:cipher"]),
         ({"port": 70_000}, ["--port is 70000", "0 to 65,535"]),
         ({"host": "no host"}, ["cannot listen on no host", "choose another"]),
         ({"slots": 0}, ["--slots is 0", "at least 1"]),
