@@ -105,12 +105,20 @@ def model_folder(path: str) -> pathlib.Path:
 def load_problems(source: str, config: Config) -> list[Problem]:
     """Returns the problems of a source. Benchmarks may lack the columns that `data` names.
 
-    Raises ValueError where the source can't be read, or its responses are programs and a problem has no tests.
+    Raises ValueError where the source can't be read, its responses are programs and a problem has no tests, or its
+    grader compares responses with answers and there are none.
     """
     data, trained_on = config.data, source == config.data.prompts
     kind = "" if config.reward.path or config.environment.path else config.reward.kind
     kind = kind if trained_on else benchmark_graders(config).get(prompts_lib.benchmark_name(source), kind)
     answer = data.answer_column or (NO_ANSWER if kind == "code" or config.environment.path else "")
+    if answer == NO_ANSWER and kind not in ("", "code", "judge"):  # all rewards would be 0
+        if trained_on:
+            raise ValueError(
+                f"data.answer_column is {NO_ANSWER!r}, but reward.kind={kind} compares responses with answers. Name "
+                "the column of the answers, or choose a reward that reads none."
+            )
+        answer = ""
     problems = prompts_lib.load_problems(source, Columns(data.problem_column, answer, required=trained_on))
     for problem in problems if kind == "code" else ():
         try:

@@ -131,6 +131,18 @@ def test_a_problem_without_tests_is_named(tmp_path):
         components_lib.load_problems(str(file), config)
 
 
+def test_a_grader_that_compares_with_answers_needs_them(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"problem": "1 + 1?"}\n')
+    settings = {"reward.kind": "math", "data.answer_column": "none"}
+    with pytest.raises(ValueError, match="'none', but reward.kind=math compares responses with answers. Name the col"):
+        components_lib.load_problems(str(file), tiny(**settings | {"data.prompts": str(file)}))
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: no answer"):  # as a benchmark
+        components_lib.load_problems(str(file), tiny(**settings))
+    judged = tiny(**settings | {"reward.path": "mine.py:grade", "reward.workers": 1, "data.prompts": str(file)})
+    assert components_lib.load_problems(str(file), judged)[0]["answer"] == ""
+
+
 @pytest.mark.parametrize(("threshold", "which"), [(5.0, "none"), (1.0, "none"), (-0.1, "each")])
 def test_a_threshold_that_tells_no_built_in_rewards_apart(threshold, which):
     config = tiny(**{"reward.positive_threshold": threshold})
