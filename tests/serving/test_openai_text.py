@@ -337,7 +337,7 @@ def test_a_stream_shows_no_token_of_a_character_that_a_stop_removes():
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_tokens_that_cannot_be_decoded_end_the_request(monkeypatch, ended):
-    """An error that a callback of the event loop raises would be logged, and the request would wait for ever."""
+    """An error that a callback of the event loop raises would be logged, and the request would wait without end."""
     tokenizer = dataclasses.replace(of_bytes(), folder=pathlib.Path("/models/secret"))
     terms = Terms(2, SamplingParams(8), None, (), keep_pieces=False)
 
