@@ -172,12 +172,19 @@ def rotary_frequencies(architecture: Architecture, slides: Bool[Array, ""] | Non
     return jnp.where(slides, rotary.frequencies(architecture.head_dim, architecture.sliding_theta), everywhere)
 
 
-def rotary_factor(architecture: Architecture, slides: Bool[Array, ""] | None = None) -> float | Float[Array, ""]:
-    """Returns the factor by which a layer multiplies its rotated queries and keys."""
+def rotary_factor(
+    architecture: Architecture, slides: Bool[Array, ""] | None = None, rotates: Bool[Array, ""] | None = None
+) -> float | Float[Array, ""]:
+    """Returns the factor by which a layer multiplies its rotated queries and keys; 1 where it rotates none.
+
+    `slides` is as for `rotary_frequencies`; `rotates`: whether the layer rotates; None: all layers do.
+    """
     factor = 1.0 if architecture.rope_scaling is None else architecture.rope_scaling.attention_factor
-    if factor == 1.0 or slides is None or architecture.sliding_theta is None:
+    if factor == 1.0:
         return factor
-    return jnp.where(slides, 1.0, factor)
+    if slides is not None and architecture.sliding_theta is not None:
+        factor = jnp.where(slides, 1.0, factor)
+    return factor if rotates is None else jnp.where(rotates, factor, 1.0)
 
 
 def norm_start(architecture: Architecture) -> float:
@@ -211,9 +218,13 @@ class Attention(nnx.Module):
             self.key_norm = declare(*(((k, h), ("kv_heads", "head")) if whole else ((h,), ("head",))), constant=one)
 
     def project(
-        self, x: Float[Array, "B T D"], positions: Int[Array | np.ndarray, "B T"], slides: Bool[Array, ""] | None = None
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array | np.ndarray, "B T"],
+        slides: Bool[Array, ""] | None = None,
+        rotates: Bool[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Returns queries, keys and values of `x`, rotated to `positions`; `slides` is as for `rotary_frequencies`."""
+        """Returns queries, keys and values of `x`, rotated to `positions`; the others are as for `rotary_factor`."""
         dtype = x.dtype
         query = project(x, self.query.get_value())
         key = project(x, self.key.get_value())
@@ -225,7 +236,7 @@ class Attention(nnx.Module):
         if self.architecture.qk_norm:
             query = self._norm(query, self.query_norm[...])
             key = self._norm(key, self.key_norm[...])
-        rotation = rotary_frequencies(self.architecture, slides), rotary_factor(self.architecture, slides)
+        rotation = rotary_frequencies(self.architecture, slides), rotary_factor(self.architecture, slides, rotates)
         query, key = rotary.rotate(query, positions, *rotation), rotary.rotate(key, positions, *rotation)
         if self.architecture.query_scalar is not None:
             query = query * jnp.asarray((self.architecture.head_dim / self.architecture.query_scalar) ** 0.5, dtype)

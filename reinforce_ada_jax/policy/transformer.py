@@ -230,7 +230,7 @@ def run(
         stacked = rounding(stacked)
     adapter_rows = None if adapter is None else row_adapters(stacked, adapter)
     numbers = np.arange(architecture.num_layers)
-    is_rotated = 1 - np.isin(numbers, architecture.unrotated_layers).astype(np.int32)
+    is_rotated = ~np.isin(numbers, architecture.unrotated_layers)
     is_sliding = np.isin(numbers, architecture.sliding_layers)
     remat, rowwise = execution.remat, execution.rowwise
 
@@ -241,13 +241,14 @@ def run(
             weights = choose_adapters(weights, adapter_rows)
         layer = nnx.merge(graph, weights)
         slides = jnp.asarray(is_sliding)[index] if is_sliding.any() else None
+        rotates = None if is_rotated.all() else jnp.asarray(is_rotated)[index]
 
         def before(x, positions):
             x = x if architecture.norm_place == "after" else norm(architecture, x, layer.attention_norm[...])
-            return layer.attention.project(x, positions, slides)
+            return layer.attention.project(x, positions, slides, rotates)
 
         # At position 0 nothing is rotated.
-        where = positions if is_rotated.all() else positions * jnp.asarray(is_rotated)[index]
+        where = positions if rotates is None else jnp.where(rotates, positions, 0)
         query, key, value = rowwise(before, x, where)
         place = LayerPlace(index, architecture.window, slides, layer.attention.sinks_of(execution.dtype))
         mixed, carry, of_layer = attend(query, key, value, place, carry)

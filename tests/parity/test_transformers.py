@@ -52,6 +52,11 @@ MODELS = {
     "smollm3-untied": transformers.SmolLM3Config(
         **SIZES | dict(num_hidden_layers=5), tie_word_embeddings=False, pad_token_id=0
     ),
+    "smollm3-yarn": transformers.SmolLM3Config(
+        **SIZES | dict(num_hidden_layers=5),
+        pad_token_id=0,
+        rope_parameters=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, rope_theta=2e6),
+    ),
     "olmo2-no-groups": transformers.Olmo2Config(**SIZES | dict(num_key_value_heads=4), pad_token_id=0),
     "mistral-window": transformers.MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=5),
     "ministral-one-of-three": transformers.MinistralConfig(

@@ -83,6 +83,15 @@ def test_the_scaling_of_the_golden_is_the_one_that_is_changed():
     assert recording.golden("phi3")[0].rope_scaling == PHI3_ROPE
 
 
+def test_layers_that_do_not_rotate_are_not_scaled_either():
+    # YaRN also multiplies queries and keys of a layer that rotates. transformers leaves other layers as they are.
+    architecture, params, recorded = recording.golden("smollm3")
+    unrotated = dataclasses.replace(architecture, unrotated_layers=tuple(range(architecture.num_layers)))
+    scaled = dataclasses.replace(unrotated, rope_scaling=RopeScaling(4.0, 1.0, 32.0, 32, "yarn", 1.5))
+    logits = [transformer.logits(each, params, jnp.asarray(recorded["tokens"])) for each in (unrotated, scaled)]
+    np.testing.assert_array_equal(*logits)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_golden_notices_every_weight(family):
     architecture, params, recorded = recording.golden(family)
