@@ -145,14 +145,19 @@ class Architecture:
 
 def _rope(config: dict[str, Any], family: str, head_dim: int) -> tuple[float, int, RopeScaling | None]:
     """Returns the rotary base, the numbers of a head that are rotated, and the stretching of frequencies."""
-    # transformers 5 writes one `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`.
-    parameters = config.get("rope_parameters") or {}
-    parameters = parameters.get("full_attention", parameters)  # Gemma and OLMo 3 have them for each kind of layer
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or THETAS.get(family, 1e4))
-    parameters = parameters or config.get("rope_scaling") or {}
+    # transformers 5 writes one `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`. With both,
+    # `rope_scaling` decides, as in transformers 5: model cards tell users to add it for longer texts.
+    written = config.get("rope_parameters") or {}
+    written = written.get("full_attention", written)  # Gemma and OLMo 3 have them for each kind of layer
+    parameters = config.get("rope_scaling") or written
+
+    def number(name: str) -> Any:
+        return parameters.get(name) or written.get(name) or config.get(name)
+
+    theta = float(number("rope_theta") or THETAS.get(family, 1e4))
     if family != "phi3":
         return theta, head_dim, rotary.from_config(parameters, theta)
-    share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    share = number("partial_rotary_factor") or 1.0
     rotary_dim = int(head_dim * share)
     if not 0 < share <= 1 or rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(

@@ -197,6 +197,19 @@ def test_to_hf_and_back(family):
     assert from_hf(old) == from_hf(new) == architecture
 
 
+@pytest.mark.parametrize("family", ["qwen3", "phi4"])
+def test_scaling_that_is_added_to_a_folder_of_transformers_5_decides(family):
+    # The model cards of Qwen and SmolLM3 say to add it for longer texts. Everything else stays as it was written.
+    architecture, yarn = from_hf(PUBLISHED[family]), RopeScaling(4.0, 1.0, 32.0, 8192, "yarn", 0.1 * math.log(4) + 1)
+    added = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    written = to_hf(dataclasses.replace(architecture, rope_theta=12345.0), "bfloat16")
+    for left_out in ((), ("rope_theta", "partial_rotary_factor")):
+        kept = {key: value for key, value in written.items() if key not in left_out}
+        found = from_hf(kept | {"rope_scaling": added})
+        assert (found.rope_scaling, found.rope_theta) == (yarn, 12345.0)
+        assert dataclasses.replace(found, rope_scaling=None, rope_theta=architecture.rope_theta) == architecture
+
+
 def test_gemma_slides_five_layers_of_six():
     gemma = from_hf(GEMMA3_1B)
     assert gemma.sliding_layers == tuple(layer for layer in range(26) if layer % 6 != 5)
