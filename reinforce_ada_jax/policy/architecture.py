@@ -148,7 +148,7 @@ def _rope(config: dict[str, Any], family: str, head_dim: int) -> tuple[float, in
     # transformers 5 writes one `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`. With both,
     # `rope_scaling` decides, as in transformers 5: model cards tell users to add it for longer texts.
     written = config.get("rope_parameters") or {}
-    written = written.get("full_attention", written)  # Gemma and OLMo 3 have them for each kind of layer
+    written = written.get("full_attention", written) or {}  # Gemma and OLMo 3 have them for each kind of layer
     parameters = config.get("rope_scaling") or written
 
     def number(name: str) -> Any:
@@ -194,6 +194,8 @@ def _check_values(config: dict[str, Any], needed: Sequence[str]) -> None:
     for key in ("rope_scaling", "rope_parameters"):
         scaling = config.get(key) or {}
         require(key, isinstance(scaling, dict), "an object")
+        of_kinds = [scaling.get(kind) for kind in ("full_attention", "sliding_attention")]
+        require(key, all(each is None or isinstance(each, dict) for each in of_kinds), "of an object for each kind")
         for part in [scaling, *(value for value in scaling.values() if isinstance(value, dict))]:
             numbers = [value for name, value in part.items() if name in rotary.NUMBERS and value is not None]
             right = all(type(value) in (int, float) and 0 < value < 2**53 for value in numbers)

@@ -399,6 +399,7 @@ def test_no_stop_token_and_several():
 
 
 def test_null_is_no_value():
+    assert from_hf(GEMMA3_1B | {"rope_parameters": {"full_attention": None}}) == from_hf(GEMMA3_1B)
     nothing = {"rms_norm_eps": None, "rope_theta": None, "head_dim": None, "rope_parameters": {"rope_type": "default"}}
     found = from_hf(QWEN25_1P5B | nothing)
     assert (found.norm_epsilon, found.rope_theta, found.head_dim) == (1e-6, 10_000.0, 128)
@@ -475,6 +476,7 @@ def test_a_rotary_base_that_is_left_out_is_that_of_transformers():
             "'yarn' with rope_theta = 1, which",
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "rope_scaling = .* must be of numbers above 0"),
+        ({"rope_parameters": {"full_attention": 5}}, "rope_parameters = .* must be of an object for each kind"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
     ],
 )
