@@ -411,9 +411,11 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
         config["rope_parameters"]["partial_rotary_factor"] = config["partial_rotary_factor"] = share
         if architecture.rope_scaling is not None:
             config["original_max_position_embeddings"] = architecture.rope_scaling.original_positions
-    if architecture.family in ("mistral", "phi3", *SLIDING):
+    if architecture.family in ("mistral", "phi3"):
         config["sliding_window"] = architecture.window or None
     if architecture.family in SLIDING:
+        # transformers makes the mask of a window, and needs its size, where no layer has one.
+        config["sliding_window"] = architecture.window or WINDOWS.get(architecture.family, 4096)
         slides = ["full_attention", "sliding_attention"]
         config["layer_types"] = [slides[i in architecture.sliding_layers] for i in range(architecture.num_layers)]
     if architecture.sliding_theta is not None:

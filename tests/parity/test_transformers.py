@@ -83,6 +83,9 @@ MODELS = {
         ),
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
     ),
+    "ministral-none-slides": transformers.MinistralConfig(
+        **SIZES, head_dim=16, sliding_window=4096, layer_types=["full_attention"] * SIZES["num_hidden_layers"]
+    ),
     "olmo3-yarn": transformers.Olmo3Config(
         **SIZES | dict(num_hidden_layers=4), sliding_window=7, pad_token_id=0, rope_parameters=OLMO3_ROPE
     ),

@@ -210,6 +210,13 @@ def test_scaling_that_is_added_to_a_folder_of_transformers_5_decides(family):
         assert dataclasses.replace(found, rope_scaling=None, rope_theta=architecture.rope_theta) == architecture
 
 
+def test_a_model_of_which_no_layer_slides_is_written_with_a_window():
+    # transformers raises an error without its size, whatever the layers are.
+    full = from_hf(OLMO3_7B | {"layer_types": ["full_attention"] * 32})
+    written = to_hf(full, "bfloat16")
+    assert (full.window, written["sliding_window"], from_hf(written)) == (0, 4096, full)
+
+
 def test_gemma_slides_five_layers_of_six():
     gemma = from_hf(GEMMA3_1B)
     assert gemma.sliding_layers == tuple(layer for layer in range(26) if layer % 6 != 5)
