@@ -22,8 +22,8 @@ sys.dont_write_bytecode = False
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks huggingface.co
-# XLA has a thread for each device, or as many as this says. With eight, devices that wait in two collectives of one
-# program for each other can take all of them before the last device has begun: a deadlock, twice in about 50 runs.
+# XLA has a thread for each device, or as many as this says. With eight threads, devices that wait for each other in two
+# collectives of one program can take all of them before the last device has begun: a deadlock, seen twice.
 os.environ["NPROC"] = "16"
 FLAGS = (f"{compiling.DEVICES}8", compiling.QUICKLY)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
