@@ -69,7 +69,7 @@ class Buckets:
       error_share: share of requests that are answered with 503, by a seeded generator; nothing is done for them.
       objects: by bucket and name.
       requests: "METHOD path", in the order of arrival.
-      sent: (name, first byte, end) of what was sent of the content of objects.
+      sent: (BUCKET/NAME, first byte, end) of what was sent of the content of objects.
     """
 
     latency_s: float = 0.0
@@ -169,7 +169,7 @@ class Buckets:
         headers = {"x-goog-generation": str(stored.generation), "x-goog-stored-content-length": str(size)}
         if wanted:
             headers["content-range"] = f"bytes {begin}-{end}/{size}"
-        self.sent.append((name, begin, end + 1))
+        self.sent.append((f"{bucket}/{name}", begin, end + 1))
         return Response(stored.content[begin : end + 1], status_code=206 if wanted else 200, headers=headers)
 
     async def delete(self, request: Request) -> Response:
