@@ -1,5 +1,6 @@
 """Compiler flags of tests, and the folder of their programs; imported before jax is."""
 
+import importlib.metadata
 import os
 import pathlib
 import shutil
@@ -10,9 +11,11 @@ import time
 # of those that go through MLIR, that takes a sixth of the time. One module of LLVM instead of 32 saves a fifth of it.
 # Devices that wait for each other end the process after 40 s otherwise. On a busy machine they took longer once.
 QUICKLY = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # a later XLA has no other emitters, and ends the process
+    QUICKLY = f"--xla_cpu_use_fusion_emitters=false {QUICKLY}"
 DEVICES = "--xla_force_host_platform_device_count="
 # For commands that tests start. They share the programs of the test process, whose flags are the same.
 COMMANDS = f"{DEVICES}1 {QUICKLY}"

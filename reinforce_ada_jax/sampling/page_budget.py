@@ -6,7 +6,6 @@ a response gets is decided on the device (pages.py).
 """
 
 import collections
-import itertools
 from collections.abc import Iterable
 
 from reinforce_ada_jax.sampling.pages import num_pages
@@ -22,12 +21,16 @@ class PageBudget:
         # Pages of open prompts by row, under numbers of the host's own, and how many prompts hold each.
         self._pages_of: dict[int, list[int]] = {}
         self._holders: collections.Counter[int] = collections.Counter()
-        self._numbers = itertools.count()
+        self._given = 0  # of these numbers
         self.guaranteed_free_pages = options.pages - 1
         self.parkable_turns = 0  # responses in flight whose pages may stay with a prompt row
         # For each window in flight: pages closed less pages opened since the one before, and its reserve.
         self._in_flight: collections.deque[tuple[int, int]] = collections.deque()
         self._closed = self._opened = 0  # pages, since the newest window was submitted
+
+    def _new_numbers(self, count: int) -> range:
+        self._given += count
+        return range(self._given - count, self._given)
 
     def _pages(self, prompt: Prompt) -> int:
         return num_pages(len(prompt.tokens) - 1, self._options.page_size)
@@ -52,7 +55,7 @@ class PageBudget:
         A prompt that continues a parked turn takes its row: `like` is the same row, and `shared` are all its pages.
         """
         new = self._pages(prompt) - shared
-        pages = [*(self._pages_of[like][:shared] if shared else ()), *itertools.islice(self._numbers, new)]
+        pages = [*(self._pages_of[like][:shared] if shared else ()), *self._new_numbers(new)]
         self._pages_of[row] = pages
         self._holders.update(pages[shared:] if like == row else pages)
         self.guaranteed_free_pages -= new
@@ -63,8 +66,7 @@ class PageBudget:
 
         They have not been free since the window that parked them; `read_window` for that window must follow.
         """
-        new = itertools.islice(self._numbers, num_pages - shared)
-        self._pages_of[row] = [*self._pages_of[like][:shared], *new]
+        self._pages_of[row] = [*self._pages_of[like][:shared], *self._new_numbers(num_pages - shared)]
         self._holders.update(self._pages_of[row])
 
     def close_prompt(self, row: int) -> None:
