@@ -89,7 +89,7 @@ class PromptRollouts:
 
     def pool(self, strategy: Strategy) -> Pool:
         """Returns the pool of a closed prompt."""
-        met = strategy.met(self.progress())
+        met = bool(strategy.met(self.progress()))  # a comparison of numpy numbers is not a bool of JSON
         responses = tuple(response for response in self.responses if response is not None)
         discarded = tuple(response.num_sampled for response in self.speculative.values() if response is not None)
         return Pool(

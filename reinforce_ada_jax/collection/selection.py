@@ -291,7 +291,10 @@ def observe(selection: Selection, groups: Sequence[Group], source: str) -> dict[
         for name, value in metrics.items():
             if not isinstance(value, numbers.Real):
                 raise ValueError(f"the metric {name!r} is {value!r}; it must be a number")
-    return metrics
+    # metrics.jsonl has no numpy numbers other than float64.
+    return {
+        name: int(value) if isinstance(value, numbers.Integral) else float(value) for name, value in metrics.items()
+    }
 
 
 def state_of(selection: Selection, source: str) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def round_size(strategy: Strategy, progress: PromptProgress) -> int:
             f"rounds and {progress.drawn} responses; its first round must have at least 1, and all rounds together at "
             f"most max_draws = {strategy.max_draws}.",
         )
-    return size
+    return int(size)  # JSON, in which pools are stored and sent, has no numpy integers
 
 
 def probability_of_more(strategy: Strategy, progress: PromptProgress) -> float:

@@ -262,6 +262,14 @@ def test_what_a_class_observes_must_be_numbers(tmp_path, returned, message):
         selection_lib.observe(selection, [], f"{file}:Mine")
 
 
+def test_what_a_class_observes_may_be_numbers_of_numpy():
+    """metrics.jsonl is JSON, which has no float32 and no integers of numpy."""
+    selection = Shuffled(make_prompts(4), 0)
+    selection.observe = lambda groups: {"half": np.float32(0.5), "count": np.int64(3), "exact": 2**60 + 1}
+    found = selection_lib.observe(selection, [], "mine.py:Mine")
+    assert json.dumps(found) == '{"half": 0.5, "count": 3, "exact": 1152921504606846977}'
+
+
 # ---- the selection of unequal probabilities --------------------------------------------------------------------------
 
 

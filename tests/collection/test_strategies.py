@@ -14,6 +14,7 @@ from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.collection import corrections, strategies
 from reinforce_ada_jax.collection.advantages import keep_draws, make_group
 from reinforce_ada_jax.collection.collect import CarriedRollouts, CollectOptions, collect
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import PromptProgress, uniform_at_address
 from reinforce_ada_jax.config import collection_rules, values
@@ -725,6 +726,19 @@ def test_a_users_strategy_may_keep_and_plan_lists():
         mine = dataclasses.replace(mine, plan=lambda estimates, ids, planned=planned: planned)
         with pytest.raises(ValueError, match="plan must return 2 whole numbers, one for each prompt"):
             strategies.plan_draws(mine, np.full(2, 0.5), ["a", "b"])
+
+
+def test_a_users_strategy_may_count_with_numpy():
+    """`to_bytes` writes JSON, which has neither numpy's integers nor its bools."""
+    mine = dataclasses.replace(
+        strategies.fixed(3),
+        next_draws=lambda progress: np.int64(0 if progress.rounds else 3),
+        met=lambda progress: np.sum([progress.correct]) > 1,
+    )
+    pools = draw(mine, {"a": "110", "b": "000"})
+    assert [pool.met for pool in pools] == [True, False]
+    found = from_bytes(to_bytes(CollectedShard(pools)), [pool.prompt for pool in pools]).pools
+    assert [(pool.round_sizes, pool.met) for pool in found] == [((3,), True), ((3,), False)]
 
 
 @pytest.mark.parametrize(
