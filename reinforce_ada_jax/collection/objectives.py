@@ -17,6 +17,8 @@ import numpy as np
 from jaxtyping import Float
 
 Numbers = Float[np.ndarray, "..."] | float
+# Largest weight of a pass rate that draws are planned with, and the inverse of the least: quotients stay finite.
+MAX_WEIGHT = 1e100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,18 @@ class Objective:
     def gradient_weight(self, allocation: str, p: Numbers) -> Numbers:
         """Computes w_grad = w / w_sample: the part of the weight that advantages provide."""
         return self.weight(np.asarray(p, np.float64) + self.epsilon) / self.sample_weight(allocation, p)
+
+    def check_weights(self, allocation: str) -> None:
+        """Raises ValueError where floating point has no weight of a pass rate; the extremes are at 0 and 1."""
+        ends = np.array([0.0, 1.0])
+        with np.errstate(all="ignore"):
+            weights = np.stack([self.sample_weight(allocation, ends), self.gradient_weight(allocation, ends)])
+        if not ((1.0 / MAX_WEIGHT < weights) & (weights < MAX_WEIGHT)).all():
+            raise ValueError(
+                f"collection.objective_alpha is {self.alpha:g} and collection.objective_epsilon {self.epsilon:g} with "
+                f"the objective {self.name}: some pass rate has a weight below {1 / MAX_WEIGHT:g} or above "
+                f"{MAX_WEIGHT:g}. Lower objective_alpha, or raise objective_epsilon."
+            )
 
     def series(self, length: int) -> Float[np.ndarray, " J"]:
         """Returns c_0, ..., c_{length - 1} of f'(p) = sum_j c_j (1 - p)^j."""

@@ -263,6 +263,7 @@ def estimate(config: CollectionConfig) -> Strategy:
     objective, allocation = _objective(config), collection_rules.allocation(config)
     most = collection_rules.max_draws(config)
     assert most is not None  # only ngu may have no limit
+    objective.check_weights(allocation)
 
     def plan(estimates: np.ndarray, names: Sequence[str]) -> np.ndarray:
         total = config.samples_per_round * len(names)

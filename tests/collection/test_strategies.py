@@ -272,6 +272,16 @@ def test_draws_fixed_beforehand(settings, draws):
     assert all(pool.rounds == 1 and pool.met for pool in pools)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"objective": "power", "objective_alpha": 400.0}, {"objective": "log", "objective_epsilon": 1e-300}]
+)
+def test_weights_that_floating_point_lacks_are_refused(settings):
+    """0.01^399 is 0: the plan would divide by it after the first collection, and so would the advantages."""
+    with pytest.raises(ValueError, match="Lower objective_alpha, or raise objective_epsilon"):
+        strategies.build(config("estimate", **settings))
+    strategies.build(config("estimate", objective="power", objective_alpha=20.0))
+
+
 def test_without_estimates_all_prompts_are_alike():
     pools = draw(config("estimate", 4, objective="log"), {"p0": "0*", "p1": "1*"})
     assert [(len(pool.responses), pool.estimate) for pool in pools] == [(8, 0.5), (8, 0.5)]
