@@ -45,6 +45,10 @@ def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:
     if buckets.is_bucket(path):
         return
     path = pathlib.Path(path)
+    if str(path).encode("utf-8", "ignore").decode() != str(path):  # Orbax takes text alone, at the first checkpoint
+        raise ValueError(f"{name} is {str(path)!r}, and not UTF-8: name another path.")
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{name} is {str(path)!r}, a link to {os.readlink(path)!r}, which is not there: make it.")
     if path.exists() and path.is_dir() != folder:
         found, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise ValueError(f"{name} is {str(path)!r}, which is a {found}: name another path, of a {wanted}.")

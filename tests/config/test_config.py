@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
 
@@ -662,6 +663,17 @@ def test_a_resume_may_change_these_and_nothing_else():
         else:
             other = (value or 0) + 1
         assert len(resume.differences(changed(**{key: other}), saved)) == 1, key
+
+
+def test_a_workdir_that_no_checkpoint_could_be_written_to(tmp_path):
+    """Orbax and mkdir would refuse them after the first iteration, or after the start of the devices."""
+    with pytest.raises(ValueError, match="and not UTF-8: name another path"):
+        config_lib.check_workdir(valid(), tmp_path / os.fsdecode(b"run-\xff"))
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    with pytest.raises(ValueError, match="a link to '.*absent', which is not there: make it"):
+        config_lib.check_workdir(valid(), tmp_path / "link")
+    (tmp_path / "absent").mkdir()
+    config_lib.check_workdir(valid(), tmp_path / "link")
 
 
 def test_a_workdir_holds_one_configuration(tmp_path):
