@@ -37,15 +37,15 @@ def keep_programs(chosen: str) -> None:
     if not chosen or jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
     in_bucket = buckets.is_bucket(chosen)
-    local = buckets.cache_folder("programs") if chosen == AUTO or in_bucket else pathlib.Path(chosen).expanduser()
-    folder = local / _machine()
     try:
+        local = buckets.cache_folder("programs") if chosen == AUTO or in_bucket else pathlib.Path(chosen).expanduser()
+        folder = local / _machine()
         # Everyone who can write here runs code in the processes that read it.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         programs = ProgramFolder(folder)
         if in_bucket:
             programs = ProgramBucket(f"{buckets.url(chosen)}/{_machine()}", programs)
-    except OSError as error:
+    except (OSError, ValueError, RuntimeError) as error:  # a user without a home: ValueError, or, for ~/x, RuntimeError
         _say_not_stored(error)
         return
     compilation_cache.get_file_cache = lambda path: (programs, path)
@@ -62,9 +62,10 @@ def _machine() -> str:
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
-def _say_not_stored(error: OSError) -> None:
+def _say_not_stored(error: Exception) -> None:
+    reason = str(error).removesuffix(".")
     print(
-        f"warning: compiled programs are not kept, so the next start compiles again ({error}). Free disk space, or "
+        f"warning: compiled programs are not kept, so the next start compiles again ({reason}). Free disk space, or "
         "name another folder as compilation_cache (empty: none).",
         file=sys.stderr,
     )

@@ -139,9 +139,15 @@ def remove(folder: AnyPath) -> None:
 
 
 def cache_folder(name: str) -> pathlib.Path:
-    """Returns $XDG_CACHE_HOME/reinforce_ada_jax/NAME; XDG_CACHE_HOME is ~/.cache where it is not set."""
+    """Returns $XDG_CACHE_HOME/reinforce_ada_jax/NAME; XDG_CACHE_HOME is ~/.cache where it is not set.
+
+    Raises ValueError if that is not set either, as for a user that only a container's start has named.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(cache).expanduser() / "reinforce_ada_jax" / name
+    try:
+        return pathlib.Path(cache).expanduser() / "reinforce_ada_jax" / name
+    except RuntimeError as error:
+        raise ValueError(f"{cache} is no folder, because it names no home: set XDG_CACHE_HOME, or HOME.") from error
 
 
 def objects(folder: str) -> dict[str, Mapping[str, Any]]:

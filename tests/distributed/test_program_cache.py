@@ -67,19 +67,23 @@ def test_folder_that_jax_has_stays(tmp_path):
     assert before and jax.config.jax_compilation_cache_dir == before and not any(tmp_path.iterdir())
 
 
-def test_folder_that_cannot_be_made_is_said(tmp_path, capsys):
+def test_folder_that_cannot_be_made_is_said(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     try:
         program_cache.keep_programs("")
         assert capsys.readouterr().err == ""
-        program_cache.keep_programs(str(tmp_path / "file"))
-        assert jax.config.jax_compilation_cache_dir is None
+        # A container may run as a user without a home, and "auto" is the default of every command.
+        monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-here")
+        for chosen in (str(tmp_path / "file"), "~nobody-here/programs", "auto"):
+            program_cache.keep_programs(chosen)
+            assert jax.config.jax_compilation_cache_dir is None
+            err = capsys.readouterr().err
+            assert err.startswith("warning: compiled programs are not kept") and err.count("\n") == 1
+        assert "set XDG_CACHE_HOME, or HOME)" in err
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
-    err = capsys.readouterr().err
-    assert err.startswith("warning: compiled programs are not kept") and err.count("\n") == 1
 
 
 def test_least_recently_used_entries_go_first(tmp_path):
