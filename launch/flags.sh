@@ -130,8 +130,9 @@ check_flags() {
   [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] ||
     refuse "--name=$name: a node's name has small letters, digits and hyphens, and begins with a letter."
   for number in "$worker" "$node" "$slices" "$retries" "$poll" "$backoff"; do
-    [[ $number =~ ^[0-9]+$ ]] ||
-      refuse "--worker, --node, --slices, --retries, --poll and --backoff are whole numbers; one is '$number'."
+    [[ $number =~ ^(0|[1-9][0-9]{0,8})$ ]] || # bash reads 010 as 8, and 08 not at all
+      refuse "--worker, --node, --slices, --retries, --poll and --backoff are whole numbers without a leading 0; one" \
+        "is '$number'."
   done
   check_slices
   case $action in

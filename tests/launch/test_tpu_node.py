@@ -227,6 +227,8 @@ def test_without_gcloud(cloud):
         (["up", *ALL, "--spott"], ["unknown flag '--spott'", "after --"]),
         (["up", *ALL, "--config.seed=1"], ["--config.seed=1 is the trainer's", "after --"]),
         (["up", *ALL, "--poll=soon"], ["whole numbers", "soon"]),
+        (["up", *ALL, "--backoff=08"], ["whole numbers", "'08'"]),
+        (["up", *ALL, "--retries=9999999999999999999"], ["whole numbers", "'9999999999999999999'"]),
         (["up", *ALL, "--type=v9-8"], ["--type=v9-8", "--version=VERSION"]),
         (["up", *ALL, "--type=v3-8"], ["--type=v3-8", "v4 and newer"]),
         (["up", *ALL, "--type=2xv5litepod-16"], ["2xv5litepod-16", "--type=v5litepod-16 --slices=2"]),
