@@ -97,7 +97,7 @@ def read_records(file: pathlib.Path, parse: Callable[[Any], T], kind: str, remed
     for number, line in enumerate(finished_lines(file), start=1):
         try:
             yield parse(json.loads(line))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             named = buckets.origin(file)
             why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"{named}, line {number} is not {kind} ({why}). {remedy}") from error

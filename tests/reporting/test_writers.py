@@ -99,7 +99,15 @@ def test_every_line_is_strict_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"iteration": 1, ', "[1]", '{"reward": 1}', "3", '{"iteration": 2, "reward/pool": "x"}']
+    "line",
+    [
+        '{"iteration": 1, ',
+        "[1]",
+        '{"reward": 1}',
+        "3",
+        '{"iteration": 2, "reward/pool": "x"}',
+        '{"iteration": 2, "not_finite": 3}',
+    ],
 )
 def test_a_finished_line_that_is_none_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{line}\n{{"iteration": 3}}\n')
