@@ -68,6 +68,13 @@ class _WithoutBytecode(importlib.machinery.SourceFileLoader):
         """Writes nothing."""
 
 
+def let_import_beside(path: pathlib.Path) -> None:
+    """Lets a file import the files in its folder, as a script may."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that files there hide no module either
+
+
 def run(path: pathlib.Path) -> types.ModuleType:
     """Runs a file as a module, again at every call; like a script it may import files in its folder.
 
@@ -75,8 +82,7 @@ def run(path: pathlib.Path) -> types.ModuleType:
     file runs, which dataclasses need.
     """
     path = path.resolve()
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last, so that files there hide no module either
+    let_import_beside(path)
     name = f"{path.stem.replace('.', '_')}_{zlib.crc32(str(path).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_WithoutBytecode(name, str(path)))
     assert spec is not None and spec.loader is not None  # the name ends in .py

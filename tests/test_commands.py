@@ -157,6 +157,15 @@ def test_config_files_that_are_wrong(tmp_path, line, parts):
     check_message(result.stderr, *parts)
 
 
+def test_a_config_file_may_import_those_in_its_folder(tmp_path):
+    lines = ["from reinforce_ada_jax.config import defaults", "def get_config():", "    return defaults()"]
+    (tmp_path / "base_of_mine.py").write_text("\n".join(lines))
+    (tmp_path / "mine.py").write_text("from base_of_mine import get_config")
+    result = run_python("-c", PARSE_ONLY, f"--config={tmp_path / 'mine.py'}")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["base_of_mine.py", "mine.py"]
+
+
 # ---- python -m reinforce_ada_jax ------------------------------------------------------------------------------------
 
 

@@ -53,11 +53,14 @@ def defaults() -> ConfigDict:
 
 
 def with_tuples(arguments: Sequence[str]) -> list[str]:
-    """Returns arguments in which A,B for a setting of several texts is ('A', 'B'), as flags of tuples are read."""
+    """Returns arguments in which A,B for a setting of several texts is ('A', 'B'), as flags of tuples are read.
+
+    An empty value is no text, in place of one empty text.
+    """
     several = {key for key, field in settings() if field.type == tuple[str, ...]}
 
     def read(argument: str) -> str:
-        found = re.fullmatch(r"--?config\.([\w.]+)=([^(\['\"].*,.*)", argument, re.DOTALL)
+        found = re.fullmatch(r"--?config\.([\w.]+)=([^(\['\"].*,.*|)", argument, re.DOTALL)
         if found is None or found[1] not in several:
             return argument
         return f"--config.{found[1]}={tuple(part.strip() for part in found[2].split(',') if part.strip())}"

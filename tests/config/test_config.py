@@ -569,6 +569,8 @@ def test_several_texts_have_commas_between_them():
         "--config.lora.targets=('q_proj', 'v_proj')", "--config.evaluation.benchmarks=('a.jsonl', 'cipher:heldout')",
     ]  # fmt: skip
     assert config_lib.with_tuples(given + untouched) == expected + untouched
+    # One empty text would be a benchmark without a name.
+    assert config_lib.with_tuples(["--config.evaluation.benchmarks="]) == ["--config.evaluation.benchmarks=()"]
 
 
 def test_differences_name_exactly_what_differs():
