@@ -52,9 +52,11 @@ def named(text: str) -> Named:
 
 
 def check(name: str, path: object) -> None:
-    """Raises ValueError if the extra is missing, or the URL names no bucket. `name` is the flag, for messages."""
+    """Raises ValueError if the extra is missing, or the URL is unusable. `name` is the flag, for messages."""
     if not _BUCKET.sub("", str(path)).partition("/")[0]:
         raise ValueError(f"{name} is {str(path)!r}, which names no bucket: gs://BUCKET/NAME.")
+    if any(each in str(path) for each in "*?["):  # gcsfs would look for, move and remove the folders that match
+        raise ValueError(f"{name} is {url(path)!r}, and * ? [ are wildcards in names of a bucket: name another folder.")
     if importlib.util.find_spec("gcsfs") is None:
         raise ValueError(f"{name} is {url(path)!r}, and buckets need the extra gcs: {INSTALL}.")
 

@@ -94,11 +94,10 @@ class LocalCopy:
                         _freeze(self.folder / name, copy)
                         files[copy] = f"{self.url}/{name}"
                 buckets.upload(files)
-            removed = [f"{self.url}/{name}" for name in self._uploaded.keys() - states.keys()]
-            if removed:
-                # gcsfs raises if none of the objects is there: one may have been removed before it was uploaded.
+            for name in self._uploaded.keys() - states.keys():
+                # An object may be missing: its file was removed before it was uploaded.
                 with buckets.reachable(self.url), contextlib.suppress(FileNotFoundError):
-                    buckets.file_system().rm(removed)
+                    buckets.file_system().rm_file(f"{self.url}/{name}")  # `rm` would take a[1] for a pattern
             self._uploaded = states
 
     def _upload_while_open(self) -> None:

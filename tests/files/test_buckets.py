@@ -29,6 +29,8 @@ def test_what_cannot_be_a_bucket_is_refused_before_any_work(monkeypatch):
     with pytest.raises(ValueError, match="--output is 'gs://', which names no bucket"):
         check_output("--output", "gs://", folder=True)
     check_output("--output", "gs://b/model", folder=True)
+    with pytest.raises(ValueError, match=r"--workdir is .gs://b/run\[1\]., and .* are wildcards .*: name another"):
+        check_output("--workdir", "gs://b/run[1]", folder=True)
     standins.without_packages(monkeypatch, "gcsfs")
     with pytest.raises(ValueError, match=r"model.path is 'gs://b/m', and buckets need the extra gcs: pip install"):
         check_input("model.path", "gs://b/m")

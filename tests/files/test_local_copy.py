@@ -42,6 +42,17 @@ def test_a_local_copy_brings_back_what_is_written_appended_and_removed(server):
     assert not folder.exists()
 
 
+def test_a_name_with_brackets_is_no_pattern(server):
+    """Removing `a[1]` left it in the bucket, and removed `a1`."""
+    with local_copy.opened("gs://brackets/run") as (folder, copy):
+        for name in ("a[1].jsonl", "a1.jsonl"):
+            (folder / name).write_text(name)
+        copy.upload()
+        (folder / "a[1].jsonl").unlink()
+        copy.upload()
+        assert [*buckets.objects("gs://brackets/run")] == ["a1.jsonl"]
+
+
 def test_a_file_that_is_removed_while_it_is_uploaded_ends_no_later_upload(server, monkeypatch):
     with local_copy.opened("gs://vanishing/run") as (folder, copy):
         (folder / "000007.responses").write_text("kept until there is a checkpoint")
