@@ -20,6 +20,9 @@ RESUMABLE = (
 # Settings that an evaluation of a run must share with it. `evaluation` and settings that only change speed may differ.
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction")
 SHOWN = 3  # lines of differences in a message
+# Orbax looks for the parts of a checkpoint by its whole path as a pattern: below a folder `run[1]` it found none,
+# reported no error, and the checkpoint had no arrays.
+WILDCARDS = "*?[\\"
 GRADED_BY = (
     *(f"reward.{key}" for key in ("kind", "path", "completions", "positive_threshold")),
     *(f"environment.{key}" for key in ("path", "max_turns", "max_turn_tokens")),
@@ -94,6 +97,11 @@ def shortened(lines: Sequence[str]) -> str:
 def check_workdir(config: Config, workdir: pathlib.Path) -> None:
     """Raises ValueError when `workdir` can't be written, or holds a run of another configuration."""
     check_output("--workdir", workdir, folder=True)
+    if wild := [each for each in WILDCARDS if each in str(workdir.absolute())]:
+        raise ValueError(
+            f"--workdir is {str(workdir.absolute())!r}, and {' '.join(wild)} in a path are wildcards for the library "
+            "of checkpoints, which would lose them: name another path."
+        )
     _refuse(
         workdir, [*_of_saved_run(config, workdir).values()],
         "Resume it with its own values, or choose another --workdir. docs/concepts/resume.md lists what may change.",

@@ -668,7 +668,7 @@ def test_a_resume_may_change_these_and_nothing_else():
 
 
 def test_a_workdir_that_no_checkpoint_could_be_written_to(tmp_path):
-    """Orbax and mkdir would refuse them after the first iteration, or after the start of the devices."""
+    """Orbax and mkdir would refuse them after the first iteration, or checkpoints would have no arrays."""
     with pytest.raises(ValueError, match="and not UTF-8: name another path"):
         config_lib.check_workdir(valid(), tmp_path / os.fsdecode(b"run-\xff"))
     (tmp_path / "link").symlink_to(tmp_path / "absent")
@@ -676,6 +676,10 @@ def test_a_workdir_that_no_checkpoint_could_be_written_to(tmp_path):
         config_lib.check_workdir(valid(), tmp_path / "link")
     (tmp_path / "absent").mkdir()
     config_lib.check_workdir(valid(), tmp_path / "link")
+    for name, wild in (("run[1]/a", r"\["), ("run?", r"\?"), ("a*\\b", r"\* \\")):
+        with pytest.raises(ValueError, match=f"and {wild} in a path are wildcards .*: name another path"):
+            config_lib.check_workdir(valid(), tmp_path / name)
+    config_lib.check_workdir(valid(), tmp_path / "seed=1 %41#x] ü")
 
 
 def test_a_workdir_holds_one_configuration(tmp_path):
