@@ -12,6 +12,8 @@ from collections.abc import Callable
 SERVER = "http://metadata.google.internal"
 PRODUCT = pathlib.Path("/sys/class/dmi/id/product_name")
 POLL_S, TIMEOUT_S = 5.0, 2.0
+# Without the proxies of the environment, from which the metadata server of this machine can't be reached.
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def on_google_cloud() -> bool:
@@ -26,7 +28,7 @@ def noticed(server: str = SERVER) -> bool:
         request = urllib.request.Request(
             f"{server}/computeMetadata/v1/instance/{name}", headers={"Metadata-Flavor": "Google"}
         )
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with _DIRECTLY.open(request, timeout=TIMEOUT_S) as answer:
             return answer.read(100).decode(errors="replace").strip()
 
     try:

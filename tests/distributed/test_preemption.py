@@ -52,6 +52,16 @@ def test_what_the_server_says(metadata, changed, said):
     assert preemption.noticed(address) == said
 
 
+def test_the_server_is_not_asked_through_a_proxy(metadata, monkeypatch):
+    """A proxy can't reach the metadata server of this machine, and its answer would be about another one."""
+    address, answers = metadata
+    answers["preempted"] = "TRUE"
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert preemption.noticed(address)
+
+
 def test_no_answer_is_no_notice(metadata):
     address, answers = metadata
     answers.clear()
