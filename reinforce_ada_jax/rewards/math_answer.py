@@ -12,17 +12,19 @@ import logging
 import os
 import re
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from reinforce_ada_jax.rewards.math_marks import (
     ASSIGNED_TO,
     equations_of_numbers,
+    goes_on,
     is_bound,
     marks_differ,
     right_side,
     same_time,
     same_words,
+    with_unit_as_text,
 )
 from reinforce_ada_jax.rewards.math_text import normalized, readings, unwrapped, without_percent
 from reinforce_ada_jax.rewards.math_unicode import as_latex
@@ -34,6 +36,9 @@ MAX_BOXED_LENGTH = 2048
 FLOAT_DECIMALS = 6
 # A decimal with fewer significant digits than these is a guess, not an approximation.
 MIN_ROUNDED_DIGITS = 4
+
+# Numbers below it have too few of `FLOAT_DECIMALS` left: they are compared relative to the larger one.
+SMALL = 1e-3
 
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 # Mathematics that brings its own delimiters; `\$` is a currency sign.
@@ -116,30 +121,39 @@ def parse(text: str, names: Sequence[str]) -> list[Any]:
 
 def _whole(text: str) -> list[Any]:
     """Returns what Math-Verify reads in a whole text."""
-    # A bare answer needs delimiters to be read as LaTeX and as a whole. A box does both, as in verl's scorer.
-    found = parse(text if _DELIMITED.search(text) else rf"\boxed{{{text}}}", ("latex",))
+    # A bare answer needs delimiters to be read as LaTeX and as a whole. With a box alone, as in verl's scorer, a text
+    # that Math-Verify can't read counts as the fractions in it: `-(\frac{1}{2},\frac13)` would be 1/2.
+    found = parse(text if _DELIMITED.search(text) else rf"$$\boxed{{{text}}}$$", ("latex",))
     # White space says nothing in an answer that Math-Verify leaves as a text.
     return [_SPACE_OUTSIDE_NUMBERS.sub("", each) if isinstance(each, str) else each for each in found]
 
 
-def read(text: str) -> list[Any]:
+def read(text: str, other: str = "") -> list[Any]:
     r"""Returns what Math-Verify reads in an answer, bare or with delimited mathematics (see `parse`).
 
-    If Math-Verify can't read an equation, the right side counts: `\dim V = 5` is 5. Other answers that it can't read
-    are texts: the 5 in `\ge 5` is no answer. An answer with `i` has a second reading, in which `i` is the imaginary
-    unit.
+    If Math-Verify can't read an equation, the right side counts: `\dim V = 5` is 5 (`other` is the text that it is
+    compared with, see `right_side`). Other answers that it can't read are texts: the 5 in `\ge 5` is no answer. An
+    answer with `i` has a second reading, in which `i` is the imaginary unit.
     """
     text = normalized(text)
     found = _whole(text)
     if not found or isinstance(found[0], str):
-        side = right_side(text)
+        side = right_side(text, other)
         found = [*(_whole(side) if side is not None else []), *found]
     # Math-Verify reads another symbol i in `2i` than in `2 i` and `i`: one of them is declared real.
     import sympy  # noqa: PLC0415  (after `math_verify`)
 
     real, free = sympy.Symbol("i", real=True), sympy.Symbol("i", real=False)
-    found = [each.xreplace({real: free}) if hasattr(each, "xreplace") else each for each in found]
+    found = [_with_names(each).xreplace({real: free}) if hasattr(each, "xreplace") else each for each in found]
     return [*found, *_with_imaginary_unit(found[0], free)] if found and "I" not in text else found
+
+
+def _with_names(found: Any) -> Any:
+    r"""Returns an expression in which derivatives of letters are names: `\frac{dy}{dx}` and `dz/dx` are 0 to sympy."""
+    import sympy  # noqa: PLC0415
+
+    derivatives = found.atoms(sympy.Derivative) if hasattr(found, "atoms") else ()
+    return found.xreplace({each: sympy.Symbol(str(each), real=True) for each in derivatives if each.expr.is_Symbol})
 
 
 def _with_imaginary_unit(found: Any, symbol: Any) -> list[Any]:
@@ -154,33 +168,58 @@ def _with_imaginary_unit(found: Any, symbol: Any) -> list[Any]:
         return []
 
 
-def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
+def verdict(
+    pairs: Iterable[tuple[Any, Any]], refuse: Callable[[Any, Any], bool] = lambda *_: False, **options: Any
+) -> Verdict:
     """Returns reward 1 where Math-Verify finds one (answer, prediction) of `pairs` equal, else 0.
 
-    Reason "error": a comparison failed and none matched. `options` are those of Math-Verify's `verify`.
+    A pair for which `refuse` is True is not equal. Reason "error": a comparison failed and none matched. `options` are
+    those of Math-Verify's `verify`.
     """
     failed = False
     for pair in pairs:
         try:
-            if math_verify().verify(*pair, timeout_seconds=None, raise_on_error=True, **options):
+            same = math_verify().verify(*pair, timeout_seconds=None, raise_on_error=True, **options)
+            if same and not refuse(*pair):
                 return Verdict(True, 1.0)
         except Exception:
             failed = True  # the expressions cannot be compared; their strings, which come next, still can
     return Verdict(False, 0.0, "error" if failed else "")
 
 
-def _close(sides: tuple[str, str]) -> bool:
-    """Returns True for two numbers within 1 % of each other, and also if the sides are not read as two numbers."""
+def _are_different_small_numbers(answer: Any, prediction: Any) -> bool:
+    """Returns True for numbers below `SMALL` that differ by more than one in a thousand.
+
+    In the six decimals that Math-Verify compares, 1e-9 equals 2e-9, and -1e-9.
+    """
+    import sympy  # noqa: PLC0415
+
     try:
-        left, right = (complex(read(side)[0]) for side in sides)
+        ours, theirs = sympy.N(answer.doit()), sympy.N(prediction.doit())
+        largest = max(abs(ours), abs(theirs))
+        return bool(largest < SMALL and abs(ours - theirs) > SMALL * largest)
+    except Exception:  # texts, sets, expressions with letters
+        return False
+
+
+def _close(sides: tuple[str, str]) -> bool:
+    r"""Returns True for two numbers within 1 % of each other, and also if the sides are not read as two numbers.
+
+    The percent sign of the right side may be left out: `\frac{14}{25} \times 100 = 56\%`.
+    """
+    try:
+        left, right, unsigned = (complex(read(side)[0].doit()) for side in (*sides, without_percent(sides[1])))
     except Exception:  # sympy and ANTLR raise any exception on a model's text
         return True
-    return abs(left - right) <= 0.01 * max(abs(left), abs(right))
+    return any(abs(left - each) <= 0.01 * max(abs(left), abs(each)) for each in (right, unsigned))
 
 
 def _hedged(text: str, answer: str) -> bool:
-    r"""Returns True for a bound in words that the answer lacks, and for equations of numbers that do not hold."""
-    if is_bound(text) and not is_bound(answer):
+    r"""Returns True for equations of numbers that do not hold.
+
+    Also for a bound in words that the answer lacks, and where only one of the two is a list that goes on.
+    """
+    if (is_bound(text) and not is_bound(answer)) or goes_on(text) != goes_on(answer):
         return True
     return text.strip() != answer.strip() and not all(map(_close, equations_of_numbers(text)))
 
@@ -232,7 +271,7 @@ def grade(response: str, answer: str) -> Verdict:
 
 def _compared(boxed: str, answer: str) -> Verdict:
     """Returns the verdict on the content of a box, for one right answer."""
-    boxed, answer = unwrapped(as_latex(boxed)), unwrapped(as_latex(answer))
+    boxed, answer = (with_unit_as_text(unwrapped(as_latex(each))) for each in (boxed, answer))
     if marks_differ(boxed, answer) or _hedged(boxed, answer):
         return Verdict(False, 0.0)
     for same in (same_words(boxed, answer), same_time(boxed, answer)):
@@ -244,8 +283,10 @@ def _compared(boxed: str, answer: str) -> Verdict:
     decimals = _decimals(normalized(boxed), normalized(answer))
     # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
     try:
-        predictions = [found for text in readings(boxed, answer) for found in read(text)]
-        pairs = itertools.product([found for text in readings(answer, boxed) for found in read(text)], predictions)
+        predictions = [found for text in readings(boxed, answer) for found in read(text, answer)]
+        pairs = itertools.product(
+            [found for text in readings(answer, boxed) for found in read(text, boxed)], predictions
+        )
     except Exception:
         return Verdict(False, 0.0, "error")
-    return verdict(pairs, float_rounding=decimals, allow_set_relation_comp=True)
+    return verdict(pairs, _are_different_small_numbers, float_rounding=decimals, allow_set_relation_comp=True)

@@ -21,11 +21,13 @@ _CLOCK = re.compile(r"(\d{1,2})(?::(\d\d))?(?:([ap])\.?m\.?)?")
 
 ASSIGNED_TO = re.compile(r"\\?[A-Za-z]\w{0,40}\s*(?:=|\\approx|≈)")
 _EQUALS = re.compile(r"(?<![<>!:\\])=(?![>=])|\\approx(?![A-Za-z])|≈")
+_OPERATOR = re.compile(r"[-+*]|\\(?:cdot|times)(?![A-Za-z])|\A\s*\d")
 _OF_NUMBERS = re.compile(
     r"(?:[-+*/^\d.,()\s{}$]|\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right)(?![A-Za-z])|\\[,;:! %$])+"
 )
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _ITEMS = re.compile(r",(?!\d{3})|;")
+_GOES_ON = re.compile(r",\s*(?:\\[lc]?dots(?![A-Za-z])|\.\.\.|…)")
 _BOUND = re.compile(
     r"(?<![\\A-Za-z])(?:not|at least|at most|(?:more|less|fewer|greater|other) than"
     r"|or (?:more|less|fewer|greater|another))(?![A-Za-z])|\(or ",
@@ -55,6 +57,8 @@ _PLAIN_UNITS = (
     (re.compile(r"[{}]"), ""),
 )
 _AMOUNT = re.compile(r"(?:([$€£])\s*)?(?<!\^)(?<!\^-)\d[\d.,]*((?:\^-?\d+|[^\d$€£])*)")
+# Units without a font at the end of a text. Those of one or two letters may be variables.
+_BARE_UNITS = re.compile(r"(?<=[\d}])\s*([A-Za-z]{3,}(?:\s+[A-Za-z]+)*)\s*\Z")
 _FACTOR = re.compile(r"(/|[A-Za-z]+|[%°$€£¢])\s*(?:\^(-?\d+))?")
 
 
@@ -156,6 +160,19 @@ def marks_differ(text: str, other: str) -> bool:
     return any(ours and theirs and ours.isdisjoint(theirs) for ours, theirs in marked)
 
 
+def with_unit_as_text(text: str) -> str:
+    r"""Returns a text with the units at its end in `\text`: to Math-Verify `10 grams` is a product of letters."""
+    match = _BARE_UNITS.search(text)
+    words = match[1].split() if match else []
+    is_unit = [(len(word) > 2 and _known(word)) or word in _POWERS or word == "per" for word in words]
+    return rf"{text[: match.start()]}\text{{ {match[1]}}}" if match and all(is_unit) else text
+
+
+def goes_on(text: str) -> bool:
+    r"""Returns True for a list that goes on, `1, 2, \ldots`: Math-Verify drops the dots."""
+    return bool(_GOES_ON.search(text))
+
+
 def is_bound(text: str) -> bool:
     r"""Returns True for a bound in words, such as `5 \text{ or more}`: Math-Verify drops the words."""
     return bool(_BOUND.search(text))
@@ -167,9 +184,14 @@ def equations_of_numbers(text: str) -> list[tuple[str, str]]:
     return [pair for sides in lists for pair in itertools.pairwise(sides) if all(map(_OF_NUMBERS.fullmatch, pair))]
 
 
-def right_side(text: str) -> str | None:
-    r"""Returns the text after the last `=`, 5 for `\dim V = 5`; None unless the left side has a name or is empty."""
+def right_side(text: str, other: str = "") -> str | None:
+    r"""Returns the text after the last `=`, 5 for `\dim V = 5`; None unless the left side has a name or is empty.
+
+    If `other` is an equation too, the left side must be no more than a name: `2a + b = T` is not `a - b = T`.
+    """
     signs = list(_EQUALS.finditer(text))
     left = text[: signs[-1].start()] if signs else ""
     named = not left.strip() or re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", left))
-    return text[signs[-1].end() :].strip(" $") if signs and named else None
+    if not signs or not named or (_EQUALS.search(other) and _OPERATOR.search(left)):
+        return None
+    return text[signs[-1].end() :].strip(" $")

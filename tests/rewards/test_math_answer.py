@@ -223,6 +223,26 @@ REPAIRED = [
     (r"\frac{1 \pm \sqrt5}{2}", r"\frac{1 \pm \sqrt3}{2}", False),
     (r"\frac{1 \pm \sqrt5}{2}", r"\frac{-1 \pm \sqrt5}{2}", False),
     (r"\{1\pm\sqrt{5},-2\}", r"1\pm\sqrt5", False),
+    # What cannot be read is not the fraction that it contains.
+    (r"\frac{4}{3}", r"-(\frac{4}{3},\frac13)", False),
+    (r"\frac{1}{2}", r"2 ( \frac{1}{2} [", False),
+    (r"\left(\frac{1}{8},\frac{1}{3}\right)", r"-\left(\frac{1}{8},\frac{1}{3}\right)", False),
+    (r"\left(\frac{1}{8},\frac{1}{3}\right)", r"9\left( \frac{1}{8}, \frac{1}{3} \right)", False),
+    # Small numbers are compared relative to each other: with six decimals 2^{-98} is its double, and its negative.
+    (r"\frac{1}{2^{98}}", r"-\frac{1}{2^{98}}", False),
+    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{97}}", False),
+    (r"\frac{1}{2^{98}}", "2^{-98}", True),
+    (r"\frac{1}{2^{98}}", r"3.155\times10^{-30}", True),
+    ("0.0000001", "0.0000002", False),
+    (r"6.626\times10^{-34}", r"1.0\times10^{-34}", False),
+    ("10^{-400}", "10^{-401}", False),
+    (r"\frac{1}{3000}", "0.0003333", True),
+    # A derivative is a name, and not 0.
+    (r"\frac{d x}{d t}=k x-a", r"\frac{d y}{d t}=k x-a", False),
+    (r"3\frac{dy}{dx}=x", r"5\frac{dy}{dx}=x", False),
+    (r"\frac{dy}{dx}", "0", False),
+    (r"\frac{dy}{dx}=2x", r"\frac{dy}{dx}=x+x", True),
+    (r"\frac{d}{dx}x^2", "2x", True),
     # Angles in degrees, the imaginary unit.
     (r"\frac{1}{2}", r"\cos 60^\circ", True),
     (r"\cos(60^\circ)", r"\frac{1}{2}", True),
