@@ -16,14 +16,15 @@ from typing import Any
 
 from reinforce_ada_jax.isolation import sandbox
 from reinforce_ada_jax.isolation.sandbox import Limits, Program
-from reinforce_ada_jax.rewards.code_tests import FunctionCall, InputOutput, Test, read_tests
+from reinforce_ada_jax.rewards.code_tests import FunctionCall, InputOutput, Test, long_numbers, read_tests
 from reinforce_ada_jax.rewards.code_wire import close
 from reinforce_ada_jax.rewards.dialects import Columns, RewardFn
 from reinforce_ada_jax.types import Verdict
 
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+#.-]*)(.*)")
 _PYTHON = ("", "py", "python", "python3")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+# Possessive: a program may print a million digits and a letter.
+_NUMBER = re.compile(r"[+-]?(\d++\.?\d*+|\.\d++)(e[+-]?\d++)?", re.ASCII | re.IGNORECASE)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _UNSUPPORTED = re.compile(r"unsupported_\w+", re.ASCII)
 _NEW_MODULE = """
@@ -135,6 +136,7 @@ def grader(*, time_limit_s: float, max_tests: int, limits: Mapping[str, Any]) ->
     """
     of_test = Limits(**limits)
 
+    @long_numbers()
     def grade(response: str, _: str, columns: Columns) -> Verdict:
         deadline = time.monotonic() + time_limit_s - of_test.wall_s - _SPARE_S
         tests = read_tests(columns)[: max_tests or None]

@@ -54,6 +54,7 @@ def run(namespace: dict) -> None:
 
 
 if __name__ == "__main__":
+    sys.set_int_max_str_digits(0)
     main = types.ModuleType("__main__")
     main.__dict__["__file__"] = "program.py"
     sys.argv, sys.modules["__main__"] = ["program.py"], main

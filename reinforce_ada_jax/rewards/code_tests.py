@@ -1,12 +1,14 @@
 """Tests of a programming problem, read from the columns of public data sets (the table in docs/how_to/code.md)."""
 
 import ast
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 # BigCodeBench has an entry point, and test cases instead of a function `check`.
@@ -19,6 +21,10 @@ COLUMNS = (
 )  # fmt: skip
 _INPUTS, _OUTPUTS = ("inputs", "input"), ("outputs", "output", "expected_output")
 _FUNCTIONS = ("fn_name", "func_name")
+# `two_sum`, or `Solution().twoSum` of LeetCodeDataset.
+_ENTRY_POINT = re.compile(r"[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*(?:\(\))?)*")
+# Digits of a whole number in a test, such as a factorial. Python's own limit is 4,300.
+MAX_DIGITS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +58,17 @@ class Assertions:
 Test = InputOutput | FunctionCall | Assertions
 
 
+@contextlib.contextmanager
+def long_numbers() -> Iterator[None]:
+    """Lets Python read and write whole numbers of `MAX_DIGITS` digits, which tests of APPS have."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(MAX_DIGITS)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
 def _from_json(value: Any) -> Any:
     """Returns the value of a text that is JSON; any other text, and any other value, unchanged."""
     if not isinstance(value, str):
@@ -72,12 +89,19 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def _argument(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"the argument {line[:40]!r} of a function is not JSON") from None
+
+
 def _pair(given: Any, wanted: Any, function: str, *, lines: bool) -> Test:
     """Returns the test of one input and its output; `lines`: arguments are lines of JSON."""
     if not function:
         return InputOutput(_text(given), _text(wanted))
     if lines and isinstance(given, str):
-        arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+        arguments = [_argument(line) for line in given.splitlines() if line.strip()]
         return FunctionCall(function, arguments, _from_json(wanted))
     values, expected = _from_json(given), _from_json(wanted)
     is_text = isinstance(given, list) and isinstance(wanted, str) and expected != wanted
@@ -97,6 +121,8 @@ def _of_object(value: Mapping[str, Any], function: str) -> list[Test]:
     if functional and not function:
         raise ValueError("tests of the type functional need metadata.func_name")
     if isinstance(given, list) and isinstance(wanted, list) and "type" not in value and "testtype" not in value:
+        if len(given) != len(wanted):
+            raise ValueError(f"{len(given)} inputs and {len(wanted)} outputs: each test needs one of both")
         return [_pair(*pair, function, lines=False) for pair in zip(given, wanted, strict=True)]
     return [_pair(given, wanted, function if functional or "testtype" not in value else "", lines=functional)]
 
@@ -151,6 +177,7 @@ def _of_value(value: Any, function: str) -> list[Test]:
     return list(itertools.chain.from_iterable(_of_value(entry, function) for entry in value))
 
 
+@long_numbers()
 def read_tests(columns: Mapping[str, Any]) -> list[Test]:
     """Returns the tests of a problem; ValueError if it has none, or they have another form."""
     model, metadata = columns.get("reward_model"), _from_json(columns.get("metadata"))
@@ -173,7 +200,8 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
     imports, entry = columns.get("test_imports"), columns.get("entry_point")
     lines = [*(imports if isinstance(imports, list) else [imports]), columns.get("test_setup_code")]
     setup = "".join(f"{line}\n" for line in lines if isinstance(line, str))
-    call = f"\ncheck({entry})\n" if name == "test" and isinstance(entry, str) and entry.isidentifier() else ""
+    is_named = name == "test" and isinstance(entry, str) and _ENTRY_POINT.fullmatch(entry)
+    call = f"\ncheck({entry})\n" if is_named else ""
 
     def whole(code: str) -> str:
         return setup + code + (call if _DEFINES_CHECK.search(code) else "")
@@ -190,6 +218,7 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
     return tests
 
 
+@long_numbers()
 def tests_hash(problems: Iterable[Mapping[str, Any]]) -> str:
     """Returns a hash of the tests of problems, from their columns; raises ValueError as `read_tests` does."""
     found = hashlib.sha256()

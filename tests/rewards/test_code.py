@@ -16,7 +16,7 @@ import time
 import pytest
 
 from reinforce_ada_jax.isolation import process_tree
-from reinforce_ada_jax.rewards import code
+from reinforce_ada_jax.rewards import code, code_tests
 from reinforce_ada_jax.rewards.code_tests import Assertions, FunctionCall, InputOutput, read_tests
 from reinforce_ada_jax.rewards.loading import Made
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -166,6 +166,9 @@ def test_the_reward_is_the_share_of_tests(pool):
         ("def f(x):\n    return x",
          {"test": "def check(candidate):\n    assert candidate(3) == 3", "entry_point": "f"}),
         ("def f(x):\n    return x", {"test": "from solution import f\n\ndef test_f():\n    assert f(2) == 2"}),
+        # LeetCodeDataset.
+        ("class Solution:\n    def f(self, x):\n        return x",
+         {"test": "def check(candidate):\n    assert candidate(x=3) == 3", "entry_point": "Solution().f"}),
         # BigCodeBench: an entry point, and no `check`.
         ("def f(x):\n    return x", {"entry_point": "f", "test": "import unittest\n\nclass T(unittest.TestCase):\n"
                                      "    def test_f(self):\n        self.assertEqual(f(2), 2)"}),
@@ -205,6 +208,37 @@ def test_functions_are_called_from_another_process(pool, program, columns):
 )  # fmt: skip
 def test_what_is_wrong_stays_wrong(pool, program, columns):
     assert graded(pool, program, **columns) == (0.0, False, "")
+
+
+HUGE = "1" + "0" * 5000 + "7"  # longer than the whole numbers that Python reads by itself
+
+
+@pytest.mark.parametrize(
+    ("program", "columns"),
+    [
+        ("print(10 ** 5001 + 7)", {"input_output": {"inputs": ["5001"], "outputs": [HUGE]}}),
+        ("print(10 ** 5001 + 7)", {"input_output": f'{{"inputs": ["5001"], "outputs": [{HUGE}]}}'}),
+        ("def f(x):\n    return x", {"input_output": f'{{"fn_name": "f", "inputs": [[{HUGE}]], "outputs": [{HUGE}]}}'}),
+    ],
+)
+def test_tests_may_have_long_whole_numbers(pool, program, columns):
+    code_tests.tests_hash([columns])
+    assert graded(pool, program, **columns) == (1.0, True, "")
+    assert sys.get_int_max_str_digits() == 4300
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["import no_such_package\n\ndef test_f():\n    assert f(1) == 1",
+     "def test_f():\n    from no_such_package import part\n    assert f(1) == 1"],
+)  # fmt: skip
+def test_a_test_that_imports_what_is_not_installed_has_a_reason(pool, test):
+    assert graded(pool, "def f(x):\n    return x", test=test) == (0.0, False, "unsupported_import")
+
+
+def test_an_import_of_the_program_is_no_import_of_the_test(pool):
+    program = "def f(x):\n    import no_such_package"
+    assert graded(pool, program, test="def test_f():\n    assert f(1) == 1") == (0.0, False, "")
 
 
 LOOKS_FOR_3000009 = """
@@ -282,6 +316,13 @@ def test_outputs_have_the_same_words(written, expected, same):
     assert code.same_output(written, expected) == same
 
 
+def test_a_long_word_is_compared_at_once():
+    # 0.1 ms; a quadratic pattern takes 5 s, and hours for the 4 MiB that a program may write.
+    start = time.perf_counter()
+    assert not code.same_output("1" * 20_000 + "x", "0.5")
+    assert time.perf_counter() - start < 1.0
+
+
 @pytest.mark.parametrize(
     ("columns", "tests"),
     [
@@ -320,7 +361,15 @@ def test_a_test_that_uses_check_or_asserts_beside_it_is_read(code):
     [
         ({"problem": "x"}, "no tests: none of verification_info, tests, .* among its columns problem"),
         ({"tests": [{"input": "a"}]}, "tests: an object of tests has input, and no input and output"),
-        ({"input_output": {"inputs": ["a"], "outputs": []}}, r"input_output: zip\(\) argument 2 is shorter"),
+        ({"input_output": {"inputs": ["a"], "outputs": []}}, "input_output: 1 inputs and 0 outputs"),
+        (
+            {
+                "public_test_cases": [{"input": "a", "output": "b", "testtype": "functional"}],
+                "metadata": {"func_name": "f"},
+            },
+            "the argument 'a' of a function is not JSON",
+        ),
+        ({"test": "def check(f):\n    assert f(2) == 4", "entry_point": "f(2)"}, "test: its code only defines names"),
         ({"tests": 3}, "tests: tests are a int"),
         ({"tests": "one, two three"}, "tests: a text is neither JSON nor Python"),
         ({"private_test_cases": "eJxrYJmqwwABtVMA"}, "no tests"),
