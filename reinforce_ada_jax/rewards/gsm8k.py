@@ -14,6 +14,9 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)}])[-−])?\\?\$?"
     r"(?P<digits>\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)|\d+)?(?P<rest>\.\d+)?"
 )
+# Spaces of LaTeX and Unicode between groups of three digits, and those after a sign.
+_GROUPS = re.compile(r"(?<=\d)(?:\\[,;: ]|[~ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_SIGN = re.compile(r"\A([\s({]*[-−])\s+")
 _MARK = "####"
 
 
@@ -30,8 +33,8 @@ def _numbers(text: str) -> list[str]:
 def final_number(response: str) -> str | None:
     r"""Returns the number in the last box of a response, else after the last `####`, else the last of all.
 
-    In a box and after `####` only the text after the last equals sign counts. If it does not have exactly one number,
-    as in `\boxed{\frac{1}{2}}`, the result is None.
+    In a box and after `####` only the text after the last equals sign counts, where `- 5` is -5, and `1\,450` is 1450.
+    If it does not have exactly one number, as in `\boxed{\frac{1}{2}}`, the result is None.
     """
     boxed = last_boxed(response)
     if boxed is not None:
@@ -40,8 +43,22 @@ def final_number(response: str) -> str | None:
         stated = response.rpartition(_MARK)[2].strip().partition("\n")[0]
     else:
         return next(reversed(_numbers(response)), None)
-    numbers = _numbers(re.split(r"=|≈|\\approx", stated)[-1])
+    stated = re.split(r"=|≈|\\approx", stated.replace(r"\!", ""))[-1]
+    return _only_number(_GROUPS.sub("", _SIGN.sub(r"\1", stated)))
+
+
+def _only_number(text: str) -> str | None:
+    numbers = _numbers(text)
     return numbers[0] if len(numbers) == 1 else None
+
+
+def _reference(answer: str) -> Fraction:
+    try:
+        return Fraction(answer.replace(",", ""))
+    except (ValueError, ZeroDivisionError):  # $18, 25%
+        if (number := _only_number(answer)) is None or len(number) > MAX_DIGITS:
+            raise ValueError(f"the answer {answer[:40]!r} is not one number, which reward.kind=gsm8k needs") from None
+        return Fraction(number)
 
 
 def grade(response: str, answer: str) -> Verdict:
@@ -56,5 +73,5 @@ def grade(response: str, answer: str) -> Verdict:
         return Verdict(False, 0.0, "no_answer")
     if len(number) > MAX_DIGITS:
         return Verdict(False, 0.0, "too_long")
-    correct = Fraction(number) == Fraction(answer.replace(",", ""))
+    correct = Fraction(number) == _reference(answer)
     return Verdict(correct, float(correct))

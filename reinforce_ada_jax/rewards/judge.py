@@ -47,21 +47,24 @@ def score_of(text: str, parser: str) -> float:
     """Returns the number that the parser finds in a judge's answer; JudgeFailed if there is none.
 
     The parser is a regular expression, and the only group of its last match is the number. Or it is "json:FIELD", and
-    the number is this field in the last JSON object of the text that has the field.
+    the number is this field in the last JSON object of the text that has the field, and is in no other such object.
     """
     found: Any = None
     if parser.startswith(_JSON):
-        name, decoder = parser.removeprefix(_JSON), json.JSONDecoder()
+        name, decoder, end = parser.removeprefix(_JSON), json.JSONDecoder(), 0
         for brace in re.finditer(r"\{", text):
+            if brace.start() < end:  # within an object that has the field
+                continue
             with contextlib.suppress(ValueError, RecursionError):
-                value, _ = decoder.raw_decode(text, brace.start())
-                found = value.get(name, found)
+                value, after = decoder.raw_decode(text, brace.start())
+                if name in value:
+                    found, end = value[name], after
     else:
         for match in re.finditer(parser, text):
             found = match[1]
     try:
         if isinstance(found, int | float | str) and not isinstance(found, bool):
-            return float(found)
+            return float(found.replace("\N{MINUS SIGN}", "-") if isinstance(found, str) else found)
     except (ValueError, OverflowError):
         pass
     raise JudgeFailed(f"the judge's answer has no score for judge.score={parser!r}; it ends {text[-200:]!r}")
@@ -104,7 +107,9 @@ class _Endpoint:
 
     def __init__(self, url: str):
         self.url = f"{url.rstrip('/')}/chat/completions"
-        self._key = os.environ.get("OPENAI_API_KEY", "")
+        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):  # httpx would show it in its error
+            raise ValueError("OPENAI_API_KEY has a line break or a character that is not ASCII: set it again.")
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx.Client(headers=headers, follow_redirects=False)  # a redirect could take the key elsewhere
 
@@ -112,8 +117,9 @@ class _Endpoint:
         self._client.close()
 
     def _without_key(self, text: str) -> str:
-        text = " ".join(text.split())
-        return text.replace(self._key, "(API key)") if self._key else text
+        for key in filter(None, (self._key, self._key.replace("/", r"\/"))):  # JSON may escape a slash
+            text = text.replace(key, "(API key)")
+        return text
 
     def _content(self, body: Mapping[str, Any], deadline: float) -> tuple[httpx.Response, bytes]:
         content = b""
@@ -132,9 +138,11 @@ class _Endpoint:
         try:
             response, content = self._content(body, deadline)
         except httpx.HTTPError as error:
-            raise _Temporary(self._without_key(f"{type(error).__name__}: {error}")) from None
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise _Temporary(self._without_key(text)) from None
+        said = self._without_key(content.decode(errors="replace"))  # before it is cut: a part of a key is secret, too
         if response.status_code != httpx.codes.OK:
-            text = self._without_key(f"status {response.status_code}: {content[:300].decode(errors='replace')}")
+            text = " ".join(f"status {response.status_code}: {said[:300]}".split())
             if response.status_code < httpx.codes.INTERNAL_SERVER_ERROR and response.status_code not in _AGAIN:
                 raise JudgeFailed(f"{self.url} refused the request with {text}")
             wait = response.headers.get("Retry-After", "")
@@ -144,10 +152,8 @@ class _Endpoint:
         except (ValueError, RecursionError, LookupError, TypeError):
             answer = None
         if not isinstance(answer, str):
-            raise JudgeFailed(
-                self._without_key(f"{self.url} answered no chat completion with a text: {content[:200]!r}")
-            )
-        return answer
+            raise JudgeFailed(f"{self.url} answered no chat completion with a text: {said[:200]!r}")
+        return self._without_key(answer)
 
     def ask_until(self, body: Mapping[str, Any], deadline: float) -> str:
         """Returns the text of the answer; a request that fails is repeated, with growing pauses.

@@ -13,6 +13,12 @@ FINAL = [
     (r"\boxed{x \approx 18.5}", "18.5"),
     (r"\boxed{50\%}", "50"),
     (r"\boxed{-7}", "-7"),
+    (r"\boxed{- 7}", "-7"),
+    ("#### - 7", "-7"),
+    (r"\boxed{1\,450}", "1450"),
+    (r"\boxed{1,\!450}", "1450"),
+    ("#### 1 450", "1450"),
+    (r"\boxed{3 45}", None),
     # More than one number, or none, is no answer; what stands outside of the box doesn't count.
     (r"2 \boxed{\frac{1}{2}}", None),
     (r"2 \boxed{}", None),
@@ -43,8 +49,17 @@ def test_grade_is_exact():
     assert grade(r"\boxed{1450}", "1,450") == Verdict(True, 1.0)
     assert grade("It is 72.5", "72") == Verdict(False, 0.0)
     assert grade("It is -72", "72") == Verdict(False, 0.0)
+    assert grade("#### 18", "$18") == Verdict(True, 1.0)
+    assert grade("#### 18", "18%") == Verdict(True, 1.0)
+    assert grade("#### 0.5", "1/2") == Verdict(True, 1.0)
+    assert grade(r"\boxed{- 5}", "5") == Verdict(False, 0.0)
     # In double precision the two are equal.
     assert grade("10000000000000001", "10000000000000000") == Verdict(False, 0.0)
     assert grade("many", "72") == Verdict(False, 0.0, "no_answer")
     assert grade("7" * (MAX_DIGITS + 1), "72") == Verdict(False, 0.0, "too_long")
     assert grade("7" * 100_000, "72") == Verdict(False, 0.0, "too_long")
+
+
+def test_an_answer_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="the answer '5 or 6' is not one number, which reward.kind=gsm8k needs"):
+        grade("#### 5", "5 or 6")

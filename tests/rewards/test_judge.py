@@ -51,6 +51,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             headers = {"Location": "http://127.0.0.1:9/"}
         elif wanted == "no completion":
             content = {"choices": []}
+        elif wanted == "the key":
+            content["choices"][0]["message"]["content"] = f"You sent {KEY}."
+        elif wanted == "the key at the cut":
+            content = "x" * 190 + KEY
         with server.lock:
             server.running -= 1
         data = json.dumps(content).encode()
@@ -166,6 +170,8 @@ def test_what_may_pass_is_asked_again(server):
         ("307", "refused the request with status 307", 1),
         ("500", r"gave no answer to 2 requests \(within reward.time_limit_s\): status 500", 2),
         ("no completion", "answered no chat completion with a text", 1),
+        ("the key", r"has no score .* 'You sent \(API key\)\.'", 1),
+        ("the key at the cut", "answered no chat completion with a text", 1),
         ("Score: 11", "the judge's score 11 is not in judge.range, 0 to 10", 1),
     ],
 )
@@ -177,6 +183,18 @@ def test_failures_are_told_without_the_key(server, monkeypatch, response, messag
         graded(server, response, time_limit_s=1.5)
     assert len(server.requests) == requests
     assert KEY not in str(error.value)
+    assert KEY[:6] not in str(error.value)
+
+
+def test_a_key_that_no_header_can_have_is_not_shown(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")  # as `$(cat FILE)` does not, and a file of variables may
+    assert graded(server, "Score: 5").reward == 0.5
+    assert server.requests[0][1] == f"Bearer {KEY}"
+    for key in (f"{KEY}\nX: y", f"{KEY}\xe9"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(ValueError, match="OPENAI_API_KEY has a line break or a character") as error:
+            graded(server, "Score: 5")
+        assert KEY not in str(error.value)
 
 
 def test_an_endpoint_that_is_not_there_fails_in_time(server):
@@ -262,10 +280,26 @@ def test_workers_share_the_answers_and_bound_the_requests(server, tmp_path, monk
         ('so {"score": 4, "why": {}} and {not json}', "json:score", 4.0),
         ('{"score": "6"}', "json:score", 6.0),
         ('{"a": 1} {"score": 2} {"b": 3}', "json:score", 2.0),
+        # A part of an object is not the whole: a rubric may score parts.
+        ('{"score": 8, "parts": [{"score": 2}, {"score": 3}]}', "json:score", 8.0),
+        ('{"verdict": {"score": 5}}', "json:score", 5.0),
     ],
 )
 def test_the_last_score_counts(text, parser, score):
     assert judge.score_of(text, parser) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score: 8", 8.0), ("**Score:** 7.5.", 7.5), ("Score: **8**/10", 8.0), ("### Score\n\n8", 8.0),
+        ("Score - 5", 5.0),
+        ("Score: -3", -3.0), ("Score: \u22123", -3.0), ("Score: .5", 0.5),
+        ("Score (0-10): 8", 8.0), ("Score (out of 10): 8", 8.0), ("Score: (8)\n\n10 is the best.", 8.0),
+    ],
+)  # fmt: skip
+def test_the_default_expression_finds_a_score_as_judges_write_it(text, score):
+    assert judge.score_of(text, tiny().judge.score) == score
 
 
 @pytest.mark.parametrize(
