@@ -50,13 +50,29 @@ def is_message(value: Any) -> bool:
 
 def tools_of(environment: Any) -> dict[str, tools_lib.Tool]:
     """Returns the tools of an environment, or of its class, by name."""
-    return {tool.__name__: tool for tool in getattr(environment, "tools", ())}
+    tools = getattr(environment, "tools", ())
+    if callable(tools):
+        raise Invalid("tools is a function: list the functions, as in tools = (calculate,)")
+    return {tool.__name__: tool for tool in tools}
 
 
-def schemas_of(environment: Any) -> list[Any]:
-    """Returns the descriptions of an environment's tools: `tool_schemas` if the environment calls its tools itself."""
-    own = getattr(environment, "tool_schemas", None)
-    return [tools_lib.schema(tool) for tool in tools_of(environment).values()] if own is None else list(own)
+def schemas_of(environment_class: type) -> list[Any]:
+    """Returns the descriptions of the tools of a class: `tool_schemas` if its environments call their tools themselves.
+
+    If the class has no `tools`, they are those of an environment, which may set them in `__init__`.
+    """
+    own = getattr(environment_class, "tool_schemas", None)
+    if own is not None:
+        return list(own)
+    has_tools = not isinstance(getattr(environment_class, "tools", property()), property)
+    environment = environment_class if has_tools else made(environment_class, (0,))
+    return [tools_lib.schema(tool) for tool in tools_of(environment).values()]
+
+
+def made(environment_class: type, address: Sequence[int]) -> Any:
+    """Returns a new environment, with the generator of its address if it takes one."""
+    takes_rng = "rng" in inspect.signature(environment_class).parameters
+    return environment_class(**({"rng": np.random.default_rng(list(address))} if takes_rng else {}))
 
 
 class Episode:
@@ -64,9 +80,7 @@ class Episode:
 
     def __init__(self, environment_class: type, problem: Mapping[str, Any], address: Sequence[int]):
         """Makes the environment, with the generator of its address if it takes one, and resets it."""
-        takes_rng = "rng" in inspect.signature(environment_class).parameters
-        rng = {"rng": np.random.default_rng(list(address))} if takes_rng else {}
-        self._environment: Any = environment_class(**rng)
+        self._environment: Any = made(environment_class, address)
         self.messages = messages_of(self._environment.reset(dict(problem)), "reset")
 
     def answer(self, text: str) -> list[Message] | float:
@@ -79,7 +93,7 @@ class Episode:
             self.messages += reply
             return reply
         value = self._environment.step([dict(message) for message in self.messages])
-        if isinstance(value, numbers.Real):
+        if isinstance(value, numbers.Real | np.bool_):
             reward = float(value)
             if not math.isfinite(reward):
                 raise Invalid(f"step() returned {value!r:.200}: the final reward must be finite")

@@ -25,9 +25,11 @@ def schema(tool: Tool) -> dict[str, Any]:
 
     Annotations may be str, int, float, bool, list, dict, `Literal`, and unions with None. The description is the first
     paragraph of the docstring, and those of arguments come from its section "Args:". Raises ValueError
-    for an argument with another annotation or none, and for a missing docstring.
+    for an argument with another annotation or none, for a missing docstring, and for an `async` function.
     """
     name, text = getattr(tool, "__name__", repr(tool)), inspect.getdoc(tool)
+    if inspect.iscoroutinefunction(tool):
+        raise ValueError(f"the tool {name!r} is async, and nothing would await it: make it a plain function.")
     if not text:
         raise ValueError(f"the tool {name!r} has no docstring, which tells the model what it does: write one.")
     described = dict(_arguments(text))
@@ -80,7 +82,8 @@ def _of_type(hint: Any) -> dict[str, Any] | None:
     kind = _TYPES.get(origin or hint)
     if kind is None:
         return None
-    items = _of_type(parts[0]) if kind == "array" and parts else None
+    is_list = kind == "array" and parts and types.NoneType not in typing.get_args(parts[0])  # null fits no type
+    items = _of_type(parts[0]) if is_list else None
     return {"type": kind} | ({"items": items} if items else {})
 
 
@@ -97,17 +100,38 @@ def run(tools: Mapping[str, Tool], call: Call) -> str:
         allowed = parameters["properties"].get(name)
         if allowed is None:
             return f"error: {call.name} has no argument {name!r}"
-        kind = allowed["type"]
-        fits = isinstance(value, _ACCEPTED[kind]) and isinstance(value, bool) == (kind == "boolean")
         optional = value is None and name not in parameters["required"]
-        if not optional and (not fits or value not in allowed.get("enum", [value])):
-            choices = f", one of {', '.join(map(str, allowed['enum']))}" if "enum" in allowed else ""
-            return f"error: {name} must be of type {kind}{choices}"
+        if not optional and not _fits(value, allowed):
+            return f"error: {name} must be of type {_described(allowed)}"
     missing = [name for name in parameters["required"] if name not in arguments]
     if missing:
         return f"error: {call.name} needs the argument {missing[0]!r}"
     try:
-        result = tools[call.name](**arguments)
+        return _text(tools[call.name](**arguments))
     except Exception as error:
         return f"error: {type(error).__name__}: {error}"
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def _fits(value: Any, allowed: Mapping[str, Any]) -> bool:
+    """Returns True for a value of JSON that fits the schema of an argument, with all items of lists."""
+    kind = allowed["type"]
+    if not isinstance(value, _ACCEPTED[kind]) or isinstance(value, bool) != (kind == "boolean"):
+        return False
+    return value in allowed.get("enum", [value]) and all(
+        _fits(each, allowed["items"]) for each in (value if "items" in allowed else ())
+    )
+
+
+def _described(allowed: Mapping[str, Any]) -> str:
+    choices = f", one of {', '.join(map(str, allowed['enum']))}" if "enum" in allowed else ""
+    return allowed["type"] + (f" of {_described(allowed['items'])}" if "items" in allowed else "") + choices
+
+
+def _text(result: Any) -> str:
+    """Returns the result of a tool as JSON, or as Python writes it where JSON has no such value; a text unchanged."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are tuples, a list in itself
+        return str(result)

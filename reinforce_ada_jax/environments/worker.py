@@ -53,8 +53,9 @@ class Worker:
         if isinstance(reply, float):
             del self._episodes[request["key"]]
             return {"reward": reply}
-        if len(json.dumps(reply)) > MAX_REPLY:
-            return {"failure": f"messages of more than {MAX_REPLY:,} bytes"}
+        if (size := len(json.dumps(reply))) > MAX_REPLY:
+            remedy = "shorten what reset(), step() and the tools return"
+            return {"failure": f"messages of more than {MAX_REPLY:,} bytes ({size:,}): {remedy}"}
         return {"messages": reply}
 
     def _new(self, request: dict[str, Any]) -> Episode:

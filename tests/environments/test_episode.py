@@ -68,7 +68,15 @@ def test_a_long_value_is_cut_in_the_message():
 
 @pytest.mark.parametrize(
     ("value", "reward"),
-    [(1, 1.0), (0.5, 0.5), (-2, -2.0), (True, 1.0), (np.float32(0.25), 0.25), (np.int64(3), 3.0)],
+    [
+        (1, 1.0),
+        (0.5, 0.5),
+        (-2, -2.0),
+        (True, 1.0),
+        (np.float32(0.25), 0.25),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+    ],
 )
 def test_a_number_is_the_final_reward(value, reward):
     found = begun(value).answer("x")
@@ -135,3 +143,30 @@ def test_the_generator_is_that_of_the_address_and_given_to_those_who_take_it():
 def test_schemas_are_those_of_the_tools_unless_the_class_has_its_own():
     assert [schema["function"]["name"] for schema in schemas_of(classes.WithTools)] == ["add", "fail"]
     assert schemas_of(classes.OwnTools) == [*classes.OwnTools.tool_schemas] and schemas_of(classes.Moody) == []
+
+
+def test_tools_may_be_methods_that_are_set_in_init():
+    class Room:
+        def __init__(self, rng):
+            self.tools = (self.look,)
+
+        def look(self, place: str) -> str:
+            """Looks at a place."""
+            return f"nothing at {place}"
+
+        def reset(self, problem):
+            return user("Where is it?")
+
+    ((found,),) = ([schema["function"] for schema in schemas_of(Room)],)
+    assert (found["name"], list(found["parameters"]["properties"])) == ("look", ["place"])
+    call = '<tool_call>{"name": "look", "arguments": {"place": "the door"}}</tool_call>'
+    reply = Episode(Room, PROBLEM, (1,)).answer(call)
+    assert reply == [{"role": "tool", "name": "look", "content": "nothing at the door"}]
+
+
+def test_a_tool_that_is_not_in_a_tuple_is_named():
+    class Forgot:
+        tools = classes.add
+
+    with pytest.raises(Invalid, match=r"tools is a function: list the functions, as in tools = \(calculate,\)"):
+        schemas_of(Forgot)

@@ -56,9 +56,25 @@ def many(*names: str):
     """Takes any number."""
 
 
+async def awaited(a: int):
+    """Would have to be awaited."""
+
+
+def table(kind: str, sizes: list[int | None] = []):  # noqa: B006
+    """Returns what JSON does not have."""
+    inner: list = []
+    inner.append(inner)
+    return {"pairs": {(1, 2): 3}, "loop": inner, "set": {5}}[kind]
+
+
 @pytest.mark.parametrize(
     ("tool", "message"),
-    [(untyped, "must be annotated"), (silent, "has no docstring"), (many, "every argument must have a name")],
+    [
+        (awaited, "the tool 'awaited' is async"),
+        (untyped, "must be annotated"),
+        (silent, "has no docstring"),
+        (many, "every argument must have a name"),
+    ],
 )
 def test_a_tool_without_a_schema_is_refused(tool, message):
     with pytest.raises(ValueError, match=message):
@@ -78,6 +94,11 @@ def test_a_tool_without_a_schema_is_refused(tool, message):
         ("fail", "{}", "error: RuntimeError: no luck"),
         ("sub", "{}", "error: there is no tool 'sub'"),
         ("search", '{"query": "x", "kind": "sport"}', "error: kind must be of type string, one of web, news"),
+        ("search", '{"query": "x", "tags": ["a", 1]}', "error: tags must be of type array of string"),
+        ("search", '{"query": "x", "tags": "a"}', "error: tags must be of type array of string"),
+        ("table", '{"kind": "pairs"}', "{(1, 2): 3}"),
+        ("table", '{"kind": "loop"}', "[[...]]"),
+        ("table", '{"kind": "set", "sizes": [1, null]}', '"{5}"'),
         (
             "search",
             '{"query": "x", "limit": null}',
@@ -86,5 +107,5 @@ def test_a_tool_without_a_schema_is_refused(tool, message):
     ],
 )
 def test_a_call_is_answered_as_text(name, arguments, result):
-    offered = {tool.__name__: tool for tool in (classes.add, classes.fail, search)}
+    offered = {tool.__name__: tool for tool in (classes.add, classes.fail, search, table)}
     assert tools.run(offered, Call(name, arguments)) == result
