@@ -22,6 +22,11 @@ from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 MAX_LINE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_NO_TEXT = {
+    b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "packed by zstd", b"BZh": "packed by bzip2",
+    b"\xfd7zXZ": "packed by xz", b"ARROW1": "an Arrow file",
+}  # fmt: skip
+_LFS = b"version https://git-lfs"
 
 
 def _check_depth(value: Any, depth: int = 0) -> None:
@@ -54,10 +59,23 @@ def _parse(line: bytes, where: str) -> Any:
             f"{where}: half of a surrogate pair, {error.object[error.start]!r}, which is no character. Remove it."
         ) from error
     except (ValueError, RecursionError) as error:
+        if "integer string conversion" in str(error):
+            raise ValueError(f"{where}: a whole number of more than 4,300 digits. Write it in quotes.") from error
         raise ValueError(
             f"{where}: not valid JSON ({error}). One object a line, in UTF-8, with a problem and an answer."
         ) from error
     return value
+
+
+def _check_format(line: bytes, name: str) -> None:
+    """Raises ValueError for the first line of a file that is no JSONL, and known by its first bytes."""
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{name} is UTF-16. Save it as UTF-8.")
+    if line.startswith(_LFS):
+        raise ValueError(f"{name} is a pointer of Git LFS, without the data: run git lfs pull, or download the file.")
+    for magic, kind in _NO_TEXT.items():
+        if line.startswith(magic):
+            raise ValueError(f"{name} is {kind}, and problems are JSONL (also .gz) or Parquet: unpack or convert it.")
 
 
 def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
@@ -82,8 +100,8 @@ def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
                     f"{name} is a table of CSV, and problems are JSONL, one object a line: "
                     f'python -c "import csv, json, sys; {rows}" < {shlex.quote(name)} > new.jsonl'
                 )
-            if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise ValueError(f"{name} is UTF-16. Save it as UTF-8.")
+            if number == 1:
+                _check_format(line, name)
             if line.strip():
                 yield number, _parse(line, where)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -29,6 +29,8 @@ MAX_ID_LENGTH = 1024
 
 _GSM8K_ANSWER = re.compile(r"(?:\A|\n)####[ \t]*(\S[^\n]*?)\s*\Z")
 _NUMBER = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?%?")
+_BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]{1,40})\s*\$")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -111,14 +113,23 @@ def _messages(messages: Any, name: str, where: str) -> list[dict[str, str]]:
 
 
 def _boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}` of a solution, or None."""
-    _, found, rest = text.rpartition(r"\boxed{")
-    depth = 1
-    for brace in re.finditer("[{}]", rest if found else ""):
-        depth += 1 if brace.group() == "{" else -1
-        if not depth:
-            return rest[: brace.start()].strip()
-    return None
+    r"""Returns the content of the box of a solution that opens last among those that close, or None.
+
+    MATH has `\fbox{}` and `\boxed {}` too, and `\boxed 5` before the end of a formula.
+    """
+    opened: list[int | None] = []  # where the content of a box begins; None for another brace
+    begin, end = -1, -1
+    for brace in _BOX_OR_BRACE.finditer(text):
+        if brace[0] == "}":
+            content = opened.pop() if opened else None
+            if content is not None and content > begin:
+                begin, end = content, brace.start()
+        else:
+            opened.append(brace.end() if len(brace[0]) > 1 else None)
+    if begin >= 0:
+        return text[begin:end].strip()
+    bare = _BARE_BOX.findall(text)
+    return bare[-1] if bare else None
 
 
 def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, str]:

@@ -266,6 +266,13 @@ def takes_tools(template: str) -> bool:
     return "tools" in meta.find_undeclared_variables(environment.parse(template))
 
 
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with its reasoning under the two names that templates read, as in transformers 5."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[name] for name in names if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
@@ -281,6 +288,7 @@ def render_chat(
     """
     # As in transformers. Parquet fills fields with None, and templates ask whether a message has "tool_calls".
     filled = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    filled = list(map(_with_reasoning, filled))
     try:
         messages, offered = _offer_tools(template, filled, tools)
         environment, compiled = _compile(template, date)

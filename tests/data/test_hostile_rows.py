@@ -34,7 +34,7 @@ def write(folder, *rows):
         (GOOD | {"id": "b", "note": ["\udc00"]}, r"half of a surrogate pair, '\\udc00'"),
         ("[" * 100_000, "not valid JSON"),
         ('{"id": "b", "problem": "p", "answer": "q", "note": ' + "[" * 500 + "]" * 500 + "}", "more than 64 objects"),
-        ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
+        ('{"id": ' + "9" * 5000 + "}", "a whole number of more than 4,300 digits"),
         (GOOD | {"id": LONG}, r"id has 5,000,000 characters; it must have 1 to 1,024"),
         (GOOD | {"id": "b\nc"}, r"id is 'b\\nc'; it must be one line"),
         (GOOD | {"id": None, "extra_info": {"index": "b\n0"}}, r"extra_info.index is 'b\\n0'; it must be one line"),
@@ -84,6 +84,23 @@ def test_utf16_is_named(tmp_path, encoding):
     text = json.dumps(GOOD) if encoding == "utf-16" else "\ufeff" + json.dumps(GOOD)
     (tmp_path / "a.jsonl").write_text(text, encoding)
     with pytest.raises(ValueError, match=r"a\.jsonl is UTF-16. Save it as UTF-8\."):
+        load_problems(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04\x14\x00", r"a\.jsonl is a zip archive, and problems are JSONL \(also \.gz\) or Parquet: unpack"),
+        (b"\x28\xb5\x2f\xfd\x04\x00", "is packed by zstd"),
+        (b"BZh91AY", "is packed by bzip2"),
+        (b"\xfd7zXZ\x00", "is packed by xz"),
+        (b"ARROW1\x00\x00", "is an Arrow file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a pointer of Git LFS, .* run git lfs pull"),
+    ],
+)
+def test_what_is_no_text_is_named(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         load_problems(str(tmp_path / "a.jsonl"))
 
 

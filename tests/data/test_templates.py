@@ -32,6 +32,14 @@ def test_templates_see_what_transformers_gives_them():
     assert render("{% set n = namespace(x=1) %}{% set n.x = n.x + 1 %}{{ n.x }}") == "2"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_read_under_the_names_of_templates(name):
+    # transformers 5.23, render_jinja_template: gpt-oss reads `thinking`, Qwen3 `reasoning_content`.
+    template = "{% for m in messages %}{{ m.thinking }}/{{ m.reasoning_content }}/{{ m.content }};{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "deep"}]
+    assert render_chat(template, messages, {}) == "//a;deep/deep/b;"
+
+
 def test_the_date_is_pinned():
     assert render("{{ date_string }}|{{ strftime_now('%Y-%m-%d') }}") == "26 Jul 2024|2024-07-26"
     assert render("{{ date_string }}|{{ strftime_now('%d') }}", datetime.date(2025, 1, 2)) == "02 Jan 2025|02"
