@@ -23,6 +23,8 @@ from reinforce_ada_jax.types import Prompt
 # The first of these columns that a row has is used. A list in `messages` that ends with a message of the assistant
 # comes before them all.
 RESPONSE_COLUMNS = ("completion", "response", "solution", "answer")
+# Parts of an answer that chat templates write in forms of their own.
+_NOT_LEARNED = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,10 +39,10 @@ def _text(value: Any, name: str, where: str) -> str:
     """Returns the text of a response: a text, or a list with one message of the assistant."""
     message = value[0] if isinstance(value, list) and len(value) == 1 else None
     if isinstance(message, Mapping) and message.get("role") == "assistant":
-        if calls := [key for key in ("tool_calls", "function_call") if message.get(key)]:
+        if others := [key for key in _NOT_LEARNED if message.get(key)]:
             raise ValueError(
-                f"{where}: the message of the assistant in {name} has {calls[0]}, and only content is learned. Write "
-                "the call into content as the model writes it, or leave the row out."
+                f"{where}: the message of the assistant in {name} has {others[0]}, and only content is learned. Write "
+                "it into content as the model writes it, or leave the row out."
             )
         value = message.get("content")
     if not isinstance(value, str) or not value.strip():

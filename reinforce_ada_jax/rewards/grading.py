@@ -40,7 +40,7 @@ def weighted(names: Sequence[str], functions: Sequence[RewardFn], weights: Seque
         reason = next((verdict.reason for verdict in verdicts.values() if verdict.reason), "")
         alone = len(names) == 1 and weights[0] == 1.0
         correct = next(iter(verdicts.values())).correct if alone else total >= 1.0
-        return Verdict(correct, total, reason, rewards=rewards)
+        return Verdict(correct, dialects.number(total), reason, rewards=rewards)
 
     return grade
 

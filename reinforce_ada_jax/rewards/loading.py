@@ -4,11 +4,13 @@ The parent makes and checks references; only workers load functions: a user's fi
 hang.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib
 import inspect
+import math
 import pathlib
 import re
 import sys
@@ -31,6 +33,7 @@ class Made:
     settings: Mapping[str, Any]  # its keyword arguments, as JSON
 
 
+_EXAMPLE = "a.py:f,b.py:g=0.5"
 _REMEDY = "move it to the top level of a module that can be imported, or use workers=0."
 
 
@@ -71,8 +74,15 @@ def file_reference(reference: str) -> str:
 
 def split(path: str) -> list[tuple[str, float]]:
     """Returns (reference, weight) of each function in `reward.path`: "a.py:f,b.py:g=0.5" has the weights 1 and 0.5."""
-    entries = [re.fullmatch(r"(.+?)(?:=([^:=]+))?", entry.strip()) for entry in path.split(",")]
-    return [(entry[1], float(entry[2] or 1.0)) for entry in entries if entry]
+    entries = [re.fullmatch(r"(.+?)\s*(?:=([^:=]+))?", entry.strip()) for entry in path.split(",")]
+    return [(entry[1], _weight(entry[2] or "1", entry[0])) for entry in entries if entry]
+
+
+def _weight(text: str, entry: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(weight := float(text)):
+            return weight
+    raise ValueError(f"reward.path has the weight {text!r} in {entry!r}: it must be a finite number, as in {_EXAMPLE}.")
 
 
 def files_hash(path: str) -> str:

@@ -85,6 +85,8 @@ def test_the_end_is_what_the_template_writes(tmp_path, chatml):
         ([{"prompt": "a", "completion": ""}], "completion is ''; a response must be a text that is not empty"),
         ([{"prompt": "a", "completion": [USER]}], "a response must be a text"),
         ([{"messages": [USER, ANSWER | {"tool_calls": [{"id": "a"}]}]}], "messages has tool_calls, and only content"),
+        ([{"messages": [USER, ANSWER | {"reasoning_content": "deep"}]}], "has reasoning_content, and only content"),
+        ([{"prompt": "a", "completion": [ANSWER | {"thinking": "deep"}]}], "completion has thinking, and only content"),
         ([{"prompt": "a", "completion": [ANSWER, ANSWER]}], "a response must be a text"),
         (
             [{"prompt": "a", "response": "b"}, {"id": "x", "prompt": "a", "response": "b" * 8},

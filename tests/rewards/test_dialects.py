@@ -134,6 +134,16 @@ def test_a_sum_leaves_out_what_does_not_apply():
     assert graded("chess") == (Verdict(False, 0.0, "not_applicable"), {})  # 0, as in TRL, but with a reason
 
 
+def test_spaces_around_a_weight_do_not_count():
+    assert loading.split("own.py:grade = 0.5, b.py:f") == [("own.py:grade", 0.5), ("b.py:f", 1.0)]
+
+
+def test_a_sum_that_is_not_finite_is_no_reward():
+    grade = grading.weighted(("a", "b"), [lambda *_: 1e308, lambda *_: 1e308], (1.0, 1.0))
+    with pytest.raises(dialects.InvalidReward, match="a reward must be finite, not inf"):
+        grade("x", "y", {})
+
+
 def test_a_pool_adds_the_functions_of_several_files(tmp_path):
     # The functions of four conventions and a print, in one worker.
     (tmp_path / "printing.py").write_text(
@@ -160,6 +170,8 @@ def test_a_pool_adds_the_functions_of_several_files(tmp_path):
     [
         ("own.py:grade,openai_grader.py:grade=0.5", "names two functions 'grade'"),
         ("own.py:grade,absent.py:f", "there is no file .*absent.py"),
+        ("own.py:grade=half", "reward.path has the weight 'half' in 'own.py:grade=half': it must be a finite number"),
+        ("own.py:grade=nan", "the weight 'nan'"),
     ],
 )
 def test_several_functions_are_checked_without_running_them(path, message, monkeypatch):
