@@ -9,13 +9,14 @@ import re
 import signal
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data import cipher
@@ -109,6 +110,16 @@ def restored(workdir: pathlib.Path, iteration: int | None = None) -> tuple[Learn
     state, record, _ = checkpoints.restore(iteration or checkpoints.latest(), abstract_state(config, learner))
     checkpoints.close()
     return jax.tree.map(np.asarray, state), {key: value for key, value in record.items() if key != "run_id"}
+
+
+def refused(
+    capture: pytest.CaptureFixture[str], command: Callable, *arguments: Any, code: int = cli.BAD_INPUT, **options: Any
+) -> Any:
+    """Runs a command that must end with this exit code; returns what it wrote (`out` and `err`)."""
+    with pytest.raises(SystemExit) as ended:
+        command(*arguments, **options)
+    assert ended.value.code == code
+    return capture.readouterr()
 
 
 def reproducible(workdir: pathlib.Path) -> list[dict[str, float]]:

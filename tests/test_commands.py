@@ -21,7 +21,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import reference
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.training import components as components_lib
-from tests.running import ROOT, cipher_file, environment, tiny
+from tests.running import ROOT, cipher_file, environment, refused, tiny
 
 TINY = "--config=configs/tiny.py"
 # A command of no other work, and so without the seconds that importing jax takes.
@@ -47,12 +47,9 @@ def check_message(text: str, *parts: str) -> None:
         assert part in text
 
 
-def refused(capsys, main, *arguments) -> str:
+def refusal(capsys, main, *arguments) -> str:
     """Runs a command that must end with BAD_INPUT; returns its message."""
-    with pytest.raises(SystemExit) as ended:
-        main(*arguments)
-    assert ended.value.code == cli.BAD_INPUT
-    shown = capsys.readouterr()
+    shown = refused(capsys, main, *arguments)
     assert shown.out == ""
     return shown.err
 
@@ -60,7 +57,7 @@ def refused(capsys, main, *arguments) -> str:
 def refused_run(tmp_path, capsys, *parts, **changes):
     """A training run that must not begin."""
     workdir = tmp_path / "run"
-    check_message(refused(capsys, train.main, tiny(**changes), workdir), *parts)
+    check_message(refusal(capsys, train.main, tiny(**changes), workdir), *parts)
     assert not workdir.exists()
 
 
@@ -200,7 +197,7 @@ def test_the_package_names_its_version(capsys):
     ("name", "said"), [("trian", "did you mean 'train'?"), ("zzz", "name one of train, sft, prepare")]
 )
 def test_a_command_that_is_not_there(capsys, name, said):
-    check_message(refused(capsys, dispatch.main, [name, "--help"]), f"no command {name!r}", said)
+    check_message(refusal(capsys, dispatch.main, [name, "--help"]), f"no command {name!r}", said)
 
 
 # ---- train --------------------------------------------------------------------------------------------------------
@@ -285,7 +282,7 @@ def test_a_workdir_of_another_run(tmp_path, capsys):
     workdir.mkdir()
     saved = config_lib.to_json(tiny(seed=1))
     (workdir / "config.json").write_text(saved)
-    text = refused(capsys, train.main, tiny(), workdir)
+    text = refusal(capsys, train.main, tiny(), workdir)
     check_message(
         text, f"{workdir} holds a run of another configuration", "seed: 1 -> 0", "or choose another --workdir"
     )
@@ -300,7 +297,7 @@ def test_a_work_directory_under_a_file(tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("")
     for workdir in (file / "run", file):
-        text = refused(capsys, train.main, tiny(), workdir)
+        text = refusal(capsys, train.main, tiny(), workdir)
         check_message(text, repr(str(workdir)), "name another path")
         assert len(text.splitlines()) == 1
     assert file.read_text() == ""
@@ -310,10 +307,8 @@ def test_a_store_under_a_file(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     model, output = str(components_lib.ASSETS / "cipher"), str(tmp_path / "file" / "output")
     config = tiny(**{"evaluation.benchmarks": (cipher_file(tmp_path / "words.jsonl", 2),), "evaluation.samples": 1})
-    with pytest.raises(SystemExit) as ended:
-        evaluate.main(config, evaluate.Options(model=model, output=output))
-    assert ended.value.code == cli.BAD_INPUT
-    check_message(capsys.readouterr().err, repr(output), "name another path")
+    shown = refused(capsys, evaluate.main, config, evaluate.Options(model=model, output=output))
+    check_message(shown.err, repr(output), "name another path")
 
 
 @pytest.mark.parametrize(
@@ -417,7 +412,7 @@ def test_ctrl_c_while_a_command_is_imported(tmp_path):
 
 @pytest.mark.parametrize("given", [{}, {"workdir": "runs/some", "model": "models/some"}])
 def test_evaluate_wants_a_run_or_a_model(capsys, given):
-    text = refused(capsys, evaluate.main, tiny(), evaluate.Options(**given))
+    text = refusal(capsys, evaluate.main, tiny(), evaluate.Options(**given))
     check_message(text, "either --workdir", "or --model")
 
 
@@ -425,7 +420,7 @@ def test_evaluate_refuses(tmp_path, capsys):
     """A model or a benchmark that can not be evaluated is named."""
 
     def said(config=None, **options):
-        return refused(capsys, evaluate.main, config or tiny(), evaluate.Options(**options))
+        return refusal(capsys, evaluate.main, config or tiny(), evaluate.Options(**options))
 
     model = str(components_lib.ASSETS / "cipher")
     nothing = said(tiny(**{"evaluation.benchmarks": ()}), model=model)
@@ -437,18 +432,18 @@ def test_evaluate_refuses(tmp_path, capsys):
 
 
 def test_export_refuses_what_is_no_run(tmp_path, capsys):
-    text = refused(capsys, export.main, tmp_path / "run", None, tmp_path / "out")
+    text = refusal(capsys, export.main, tmp_path / "run", None, tmp_path / "out")
     check_message(text, f"{tmp_path / 'run'} is no work directory")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(config_lib.to_json(tiny()))
-    text = refused(capsys, export.main, tmp_path / "run", None, tmp_path / "out")
+    text = refusal(capsys, export.main, tmp_path / "run", None, tmp_path / "out")
     check_message(text, "holds no checkpoint: train first")
     assert not (tmp_path / "out").exists()
 
 
 def test_warm_start_overwrites_nothing(tmp_path, capsys):
     warm_start = user_code.run(ROOT / "examples" / "warm_start.py")
-    text = refused(capsys, warm_start.main, tiny(), tmp_path)
+    text = refusal(capsys, warm_start.main, tiny(), tmp_path)
     check_message(text, f"{tmp_path} exists already", "another --output")
     assert list(tmp_path.iterdir()) == []
 
@@ -475,9 +470,9 @@ def test_a_dry_run_of_train(tmp_path, capsys):
     assert settings["seed"] == 3 and "mesh.data" not in settings
     for part in ("107,392 weights", "100 iterations of 32 prompts (of 1,024)", f"files       {tmp_path / 'run'}"):
         assert part in text
-    check_message(refused(capsys, train.dry_run, tiny(**{"data.max_prompt_tokens": 7}), tmp_path / "run"), "limit 7")
+    check_message(refusal(capsys, train.dry_run, tiny(**{"data.max_prompt_tokens": 7}), tmp_path / "run"), "limit 7")
     folder = str(edited_model(tmp_path, **{"model.norm.weight": None}))
-    text = refused(capsys, train.dry_run, tiny(**{"model.path": folder}), tmp_path / "run")
+    text = refusal(capsys, train.dry_run, tiny(**{"model.path": folder}), tmp_path / "run")
     check_message(text, "model.norm.weight is missing")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
 
@@ -485,7 +480,7 @@ def test_a_dry_run_of_train(tmp_path, capsys):
 @pytest.mark.parametrize("command", [train, sft])
 def test_a_dry_run_refuses_trackers_that_are_not_installed(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    text = refused(capsys, command.dry_run, tiny(**{"logging.trackers": "wandb:project"}), tmp_path / "run")
+    text = refusal(capsys, command.dry_run, tiny(**{"logging.trackers": "wandb:project"}), tmp_path / "run")
     check_message(text, "wandb", "pip install")
 
 
@@ -495,9 +490,9 @@ def test_a_dry_run_of_evaluate(tmp_path, capsys):
     evaluate.main(tiny(), options)
     settings, text = described(capsys)
     assert settings["evaluation.samples"] == 4 and "heldout" in text and "4 each at temperature 1" in text
-    with pytest.raises(SystemExit):
-        evaluate.main(tiny(), dataclasses.replace(options, regrade=True))
-    check_message(capsys.readouterr().err, "--regrade draws nothing")
+    check_message(
+        refusal(capsys, evaluate.main, tiny(), dataclasses.replace(options, regrade=True)), "--regrade draws nothing"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -558,6 +553,5 @@ def test_help_of_sections():
 
 
 def test_a_message_has_no_control_characters(capsys):
-    with pytest.raises(SystemExit):
-        cli.fail("a file \x1b[2J\ud800\nand its remedy: é")
-    assert capsys.readouterr().err == "error: a file \\x1b[2J\\ud800\nand its remedy: é\n"
+    shown = refused(capsys, cli.fail, "a file \x1b[2J\ud800\nand its remedy: é")
+    assert shown.err == "error: a file \\x1b[2J\\ud800\nand its remedy: é\n"

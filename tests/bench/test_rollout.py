@@ -17,6 +17,7 @@ from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.types import Prompt, Request
 from tests import sharing
+from tests.running import refused
 
 ARCHITECTURE = models.smallest()
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [7]]
@@ -111,9 +112,8 @@ def test_another_model_is_refused(model, workload, capsys):
     reference = json.loads(workload.read_text())["reference"]
     reference["logp"][3] += 2e-5
     change(workload, reference=reference)
-    with pytest.raises(SystemExit, match="2"):
-        run("rollout", f"--model={model[0]}", f"--workload={workload}")
-    assert "in units of rounding, and those of the workload differ by" in capsys.readouterr().err
+    shown = refused(capsys, run, "rollout", f"--model={model[0]}", f"--workload={workload}")
+    assert "in units of rounding, and those of the workload differ by" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -169,23 +169,15 @@ def test_against_a_baseline(model, workload, fake, capsys):
     assert result["logprob_gap"]["fake"] < 1
     # Another model there: no comparison.
     scores.write_text(json.dumps([[-1.0] * 2, [-1.0] * 5, [-1.0]]))
-    with pytest.raises(SystemExit, match="2"):
-        run("rollout", *flag, *against)
-    assert "in units of rounding, and those of fake differ by" in capsys.readouterr().err
+    assert "in units of rounding, and those of fake differ by" in refused(capsys, run, "rollout", *flag, *against).err
 
 
 def test_a_baseline_that_cannot_start_is_named(model, workload, fake, capsys):
     flag = ("rollout", f"--model={model[0]}", f"--workload={workload}", "--against=fake")
-    with pytest.raises(SystemExit):
-        run(*flag, "--against_python=/nowhere/python")
-    assert "/nowhere/python does not start" in capsys.readouterr().err
+    assert "/nowhere/python does not start" in refused(capsys, run, *flag, "--against_python=/nowhere/python").err
     fake.write_text("import transformers_of_another_environment")
-    with pytest.raises(SystemExit):
-        run(*flag, f"--against_python={sys.executable}")
-    assert "fake ended with exit code 1" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run(*flag[:3], "--against=nobody")
-    assert "not one of transformers, llama.cpp, fake" in capsys.readouterr().err
+    assert "fake ended with exit code 1" in refused(capsys, run, *flag, f"--against_python={sys.executable}").err
+    assert "not one of transformers, llama.cpp, fake" in refused(capsys, run, *flag[:3], "--against=nobody").err
 
 
 def test_a_baseline_refuses_a_gguf_file_before_it_starts(tmp_path, workload):
@@ -201,17 +193,11 @@ def test_a_shaped_model_is_made_once(tmp_path, workload, capsys):
     # It is there for a baseline before that starts, which fails here.
     flag = ("rollout", f"--model={folder}", f"--workload={workload}", "--against=transformers", "--against_python=/no")
     for _ in range(2):
-        with pytest.raises(SystemExit):
-            run(*flag, "--shape=16x1")
-        assert "--against_python=/no does not start" in capsys.readouterr().err
+        assert "--against_python=/no does not start" in refused(capsys, run, *flag, "--shape=16x1").err
     made = huggingface.read_config(folder)
     assert (made.hidden_size, made.num_layers, made.num_kv_heads, made.vocab_size) == (16, 1, 4, 8192)
-    with pytest.raises(SystemExit):
-        run(*flag, "--shape=32x1")
-    assert "another model than --shape=32x1" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        run(*flag, "--shape=24x1")
-    assert "HIDDEN a multiple of 16" in capsys.readouterr().err
+    assert "another model than --shape=32x1" in refused(capsys, run, *flag, "--shape=32x1").err
+    assert "HIDDEN a multiple of 16" in refused(capsys, run, *flag, "--shape=24x1").err
 
 
 def test_a_synthetic_workload_reports_the_bandwidth_that_it_needs(tmp_path):
@@ -330,9 +316,8 @@ def test_costs_by_name(capsys):
     flag = ("adaptive", "--simulate", "--slots=8", "--prompts=8", "--scale=0.01")
     plain, twice = run(*flag, "--cost=decode_step=1"), run(*flag, "--cost=decode_step=2")
     assert plain["seconds"] == plain["turns"] and twice["seconds"] == 2 * plain["turns"]
-    with pytest.raises(SystemExit):
-        run(*flag, "--cost=decode_steps=1")
-    assert "no 'decode_steps'; it has decode_step, cached_token" in capsys.readouterr().err
+    shown = refused(capsys, run, *flag, "--cost=decode_steps=1")
+    assert "no 'decode_steps'; it has decode_step, cached_token" in shown.err
 
 
 def test_a_draw_knows_its_length(workload):

@@ -11,7 +11,6 @@ from absl import flags
 
 from bench import learning_curves, objective_studies, selection_studies, studies
 from bench.learning_curves import Curve, average, draw_counts, population
-from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis.enumeration import expectations, planned_draws
 from reinforce_ada_jax.analysis.inputs import strategy_settings
 from reinforce_ada_jax.collection import strategies
@@ -20,6 +19,7 @@ from reinforce_ada_jax.config import CollectionConfig
 from tests import standins
 from tests.analysis.test_simulate import lines_after, result
 from tests.collection.test_objectives import OBJECTIVES
+from tests.running import refused
 
 
 def run(*arguments: str) -> None:
@@ -349,10 +349,7 @@ def test_learning(tmp_path, capsys, monkeypatch):
 )
 def test_mistakes(capsys, arguments, parts):
     """A wrong flag is named, with what is allowed."""
-    with pytest.raises(SystemExit) as ended:
-        run(*arguments)
-    assert ended.value.code == cli.BAD_INPUT
-    shown = capsys.readouterr().err
+    shown = refused(capsys, run, *arguments).err
     assert all(part in shown for part in parts), shown
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from bench import command_line, turns
 from tests.bench.test_rollout import parsed
+from tests.running import refused
 
 
 def flags_of(arguments: str):
@@ -26,6 +27,6 @@ def test_turns_beside_one_turn():
 
 
 def test_tokens_that_turns_cannot_share(capsys):
-    with pytest.raises(SystemExit):
-        command_line.measured(turns.run, flags_of("--shape=16x1 --response_tokens=20 --turns=4 --environment_tokens=8"))
-    assert "can't be shared equally by --turns=4" in capsys.readouterr().err
+    flags = flags_of("--shape=16x1 --response_tokens=20 --turns=4 --environment_tokens=8")
+    shown = refused(capsys, command_line.measured, turns.run, flags)
+    assert "can't be shared equally by --turns=4" in shown.err

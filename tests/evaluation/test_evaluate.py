@@ -15,7 +15,7 @@ from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.training import components as components_lib
 from tests import standins
 from tests.forked import Forked
-from tests.running import cipher_file, environment, killed_after, tiny
+from tests.running import cipher_file, environment, killed_after, refused, tiny
 
 MODEL = "package:cipher"
 ENGINE = {"sampling.slots": 4, "sampling.window": 4}  # of all commands here: they share its programs
@@ -95,9 +95,9 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     reward.write_text(REWARD)
     benchmark = four_answers(tmp_path / "four.jsonl")
     changes = {"reward.path": f"{reward}:grade", "reward.workers": 2, "reward.time_limit_s": 0.5}
-    with pytest.raises(SystemExit, match=str(cli.STOPPED)):  # more failures than allowed; the responses are stored
-        run(benchmark, output, **changes)
-    assert "could not grade 6 of the 8 responses" in capsys.readouterr().err
+    # There are more failures than allowed; the responses are stored.
+    shown = refused(capsys, run, benchmark, output, **changes, code=cli.STOPPED)
+    assert "could not grade 6 of the 8 responses" in shown.err
     changes["reward.max_failed"] = 0.75
     run(benchmark, output, **changes)
     rows = [json.loads(line) for line in (output / "four.jsonl").read_text("utf-8").splitlines()]
@@ -120,9 +120,7 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
 
     # The function is fixed: the stored verdicts are not its own any more.
     reward.write_text("def grade(response, answer): return answer != 'fine'")
-    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        run(benchmark, output, **changes)
-    message = capsys.readouterr().err
+    message = refused(capsys, run, benchmark, output, **changes).err
     assert "graded differently" in message and "file: " in message and "--regrade" in message
 
     for module, name in ((components_lib, "build"), (huggingface, "load"), (stored_evaluation, "Rollouts")):
@@ -136,17 +134,14 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     assert json.loads((output / "results.json").read_text())["evaluation/four/failure_share"] == 0.0
 
     before = (output / "four.jsonl").read_bytes()
-    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        run(benchmark, output, samples=4, regrade=True, **changes)
-    message = capsys.readouterr().err
+    message = refused(capsys, run, benchmark, output, samples=4, regrade=True, **changes).err
     assert f"--samples is 4, and {output / 'four.jsonl'} has 2 responses of each problem" in message
     assert before == (output / "four.jsonl").read_bytes()
 
     # Half of it: no table of that.
     (output / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in now[:5]))
-    with pytest.raises(SystemExit, match=str(cli.STOPPED)):
-        run(benchmark, output, regrade=True, **changes)
-    assert "(four 2 of 4): the same command without --regrade draws them" in capsys.readouterr().err
+    shown = refused(capsys, run, benchmark, output, regrade=True, **changes, code=cli.STOPPED)
+    assert "(four 2 of 4): the same command without --regrade draws them" in shown.err
 
 
 def test_accuracy_by_initial_difficulty(tmp_path, monkeypatch, capsys):
@@ -189,10 +184,7 @@ def test_accuracy_by_initial_difficulty(tmp_path, monkeypatch, capsys):
 
 def refusal(capsys, *arguments, **options) -> str:
     """Runs a command that must end with BAD_INPUT; returns its message."""
-    with pytest.raises(SystemExit) as ended:
-        run(*arguments, **options)
-    assert ended.value.code == cli.BAD_INPUT
-    err = capsys.readouterr().err
+    err = refused(capsys, run, *arguments, **options).err
     assert err.startswith("error: ") and len(err.splitlines()) < 15 and "Traceback" not in err
     return err
 
@@ -238,10 +230,9 @@ def test_what_else_is_refused(tmp_path, capsys):
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     tokenizer["model"]["vocab"]["€"] = 133
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        options = evaluate.Options(model=str(folder), benchmarks=[benchmark], samples=1, output=str(output))
-        evaluate.main(tiny(), options)
-    assert "has 134 tokens, the model's embedding only 133 rows" in capsys.readouterr().err
+    options = evaluate.Options(model=str(folder), benchmarks=[benchmark], samples=1, output=str(output))
+    shown = refused(capsys, evaluate.main, tiny(), options)
+    assert "has 134 tokens, the model's embedding only 133 rows" in shown.err
     assert not output.exists()
 
 
@@ -260,9 +251,7 @@ def test_benchmarks_with_equal_ids_are_averaged_only_if_their_noise_differs(tmp_
         run(benchmark, tmp_path / "apart", samples=4)
     first, second = stored("apart")
     assert first == second
-    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        both("apart")
-    error = capsys.readouterr().err
+    error = refused(capsys, both, "apart").err
     assert "second.jsonl holds responses that were drawn with other settings" in error and " stream: 1 -> " in error
     both("together")
     assert stored("together")[0] == first and stored("together")[1] != first
@@ -301,9 +290,8 @@ def test_a_run_is_evaluated_with_its_own_configuration(tmp_path, capsys):
     (tmp_path / "config.json").write_text(config_lib.to_json(tiny()))
 
     def said(regrade=False, **changes):
-        with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-            evaluate.main(tiny(**changes), evaluate.Options(workdir=str(tmp_path), regrade=regrade))
-        return capsys.readouterr().err
+        options = evaluate.Options(workdir=str(tmp_path), regrade=regrade)
+        return refused(capsys, evaluate.main, tiny(**changes), options).err
 
     different = said(**{"seed": 1, "data.template": "chat", "reward.kind": "math", "mesh.data": 2})
     assert "holds a run of another configuration (saved -> now):\n" in different

@@ -16,7 +16,7 @@ from reinforce_ada_jax.training import components as components_lib
 from tests import standins
 from tests.evaluation.test_evaluate import ENGINE, REWARD, bad_files, four_answers
 from tests.forked import Forked
-from tests.running import cipher_file, environment, killed_after, tiny
+from tests.running import cipher_file, environment, killed_after, refused, tiny
 
 
 def run(source, output, *, band=(0.0, 0.313), samples=4, **changes):
@@ -25,10 +25,7 @@ def run(source, output, *, band=(0.0, 0.313), samples=4, **changes):
 
 def refusal(capsys, *arguments, **options) -> str:
     """Returns the message of a command that refuses its input."""
-    with pytest.raises(SystemExit) as ended:
-        run(*arguments, **options)
-    assert ended.value.code == cli.BAD_INPUT
-    err = capsys.readouterr().err
+    err = refused(capsys, run, *arguments, **options).err
     assert "error: " in err and "Traceback" not in err
     return err
 

@@ -5,6 +5,7 @@ import pytest
 from reinforce_ada_jax import plot
 from reinforce_ada_jax.reporting import live
 from tests.plotted import make_run, sample, write_samples
+from tests.running import refused
 
 
 @pytest.fixture
@@ -52,18 +53,15 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys, content, said):
     if content is not None:
         workdir.mkdir()
         (workdir / "metrics.jsonl").write_text(content)
-    with pytest.raises(SystemExit, match="2"):
-        plot.main([workdir], tmp_path / "figures")
-    shown = capsys.readouterr().err
+    shown = refused(capsys, plot.main, [workdir], tmp_path / "figures").err
     assert shown.startswith(f"error: {workdir}") and said in shown and shown.count("\n") == 1
     assert not (tmp_path / "figures").exists()
 
 
 def test_samples_that_are_none_are_an_error(tmp_path, runs, capsys):
     write_samples(runs[0], 3, [{"prompt": "p"}])
-    with pytest.raises(SystemExit, match="2"):
-        plot.main(runs, tmp_path / "figures")
-    assert "000003.jsonl, line 1 is not a sampled response" in capsys.readouterr().err
+    shown = refused(capsys, plot.main, runs, tmp_path / "figures")
+    assert "000003.jsonl, line 1 is not a sampled response" in shown.err
 
 
 def test_watching_says_where_and_writes_nothing(tmp_path, runs, capsys, monkeypatch):
@@ -87,12 +85,8 @@ def test_watching_says_where_and_writes_nothing(tmp_path, runs, capsys, monkeypa
     ("names", "said"), [([], "name at least one work directory"), (["grpo", "gpro"], "gpro is not a folder: name the")]
 )
 def test_watching_what_is_not_there_is_an_error(tmp_path, runs, capsys, names, said):
-    with pytest.raises(SystemExit, match="2"):
-        plot.watch([tmp_path / name for name in names], "127.0.0.1", 0)
-    assert said in capsys.readouterr().err
+    assert said in refused(capsys, plot.watch, [tmp_path / name for name in names], "127.0.0.1", 0).err
 
 
 def test_no_folder_is_an_error(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        plot.main([], tmp_path / "figures")
-    assert "name at least one work directory" in capsys.readouterr().err
+    assert "name at least one work directory" in refused(capsys, plot.main, [], tmp_path / "figures").err

@@ -20,6 +20,7 @@ from reinforce_ada_jax.serving import hosts as serving_hosts
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler, Weights
 from reinforce_ada_jax.serving.settings import ServerSettings
 from tests import hosts, standins
+from tests.running import refused
 
 SERVE = [
     "-m", "reinforce_ada_jax.serve", "--model=cipher=package:cipher", "--api=openai", "--port=0", "--dtype=float32",
@@ -136,18 +137,15 @@ def test_an_error_in_process_0_ends_it(monkeypatch, as_two_processes, capsys):
     as_two_processes()
     monkeypatch.setattr(os, "_exit", leave)
     nothing = [serving_hosts._no_inputs(engine)] * 2
-    with pytest.raises(SystemExit) as ended:
-        serving_hosts.SharedEngine(engine, 0).decode_window({}, engine.init_decode_state(), nothing)
-    assert ended.value.code == cli.STOPPED and "RuntimeError: out of memory" in capsys.readouterr().err
+    window = serving_hosts.SharedEngine(engine, 0).decode_window
+    shown = refused(capsys, window, {}, engine.init_decode_state(), nothing, code=cli.STOPPED)
+    assert "RuntimeError: out of memory" in shown.err
 
 
 @pytest.mark.parametrize(("api", "reason"), [("grpc", "JetStream's driver"), ("tinker", "which adapters")])
 def test_interfaces_of_one_process_are_refused_by_name(api, reason, as_two_processes, capsys):
     as_two_processes()
-    with pytest.raises(SystemExit) as ended:
-        serve.main(ServerSettings("package:cipher", api=api))
-    assert ended.value.code == cli.BAD_INPUT
-    said = capsys.readouterr().err
+    said = refused(capsys, serve.main, ServerSettings("package:cipher", api=api)).err
     assert f"error: --api={api} is for one process, and there are 2: " in said and reason in said
 
 

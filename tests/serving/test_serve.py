@@ -31,7 +31,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests import forked, standins
 from tests.forked import Forked
-from tests.running import environment
+from tests.running import environment, refused
 from tests.test_docs import code_block
 
 pb2, pb2_grpc = jetstream.protocol()
@@ -287,10 +287,7 @@ def test_headers_without_an_end_are_refused(server, questions):
 
 def test_its_port_is_taken(server, capsys):
     port = int(server.address.split(":")[1])
-    with pytest.raises(SystemExit) as ended:
-        serve.main(ServerSettings("package:cipher", "grpc", port=port))
-    assert ended.value.code == cli.BAD_INPUT
-    shown = capsys.readouterr()
+    shown = refused(capsys, serve.main, ServerSettings("package:cipher", "grpc", port=port))
     assert shown.out == "" and shown.err.startswith(f"error: cannot listen on 127.0.0.1, port {port} (Address already")
 
 
@@ -402,10 +399,8 @@ def test_grace_ends_and_a_second_signal_ends_everything(endless, questions):
     ids=lambda value: next(iter(value)),
 )
 def test_settings_that_are_refused(capsys, changes, parts):
-    with pytest.raises(SystemExit) as ended:
-        serve.main(ServerSettings(**({"model": "package:cipher", "api": "grpc", "port": 0} | changes)))
-    assert ended.value.code == cli.BAD_INPUT
-    shown = capsys.readouterr()
+    settings = ServerSettings(**({"model": "package:cipher", "api": "grpc", "port": 0} | changes))
+    shown = refused(capsys, serve.main, settings)
     assert shown.out == "" and shown.err.startswith("error: ") and len(shown.err.splitlines()) < 15
     assert all(part in shown.err for part in parts), shown.err
 
@@ -426,12 +421,9 @@ def test_weights_that_do_not_fit(tmp_path, capfd):
     (tmp_path / "model" / "model.safetensors").unlink()
     before = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(SystemExit) as ended:
-            serve.main(ServerSettings(str(tmp_path / "model"), "grpc", port=0, slots=2))
+        shown = refused(capfd, serve.main, ServerSettings(str(tmp_path / "model"), "grpc", port=0, slots=2)).err
     finally:
         signal.signal(signal.SIGINT, before)
-    assert ended.value.code == cli.BAD_INPUT
-    shown = capfd.readouterr().err
     assert shown.startswith("error: ") and str(tmp_path) in shown and "safetensors" in shown
     assert "Traceback" not in shown
 
@@ -439,10 +431,8 @@ def test_weights_that_do_not_fit(tmp_path, capfd):
 def test_without_jetstream_the_remedy_is_named(monkeypatch, capsys):
     standins.without_packages(monkeypatch, "jetstream")
     monkeypatch.setattr(jetstream, "orchestrator", jetstream.orchestrator.__wrapped__)
-    with pytest.raises(SystemExit) as ended:
-        serve.main(ServerSettings("package:cipher", "grpc", port=0))
-    assert ended.value.code == cli.BAD_INPUT
-    assert "pip install --no-deps google-jetstream==0.2.2" in capsys.readouterr().err
+    shown = refused(capsys, serve.main, ServerSettings("package:cipher", "grpc", port=0))
+    assert "pip install --no-deps google-jetstream==0.2.2" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from reinforce_ada_jax.training import environments
 from reinforce_ada_jax.types import Response
 from tests import forked, hosts
 from tests.environments import try_again
-from tests.running import OF_THE_ENGINE, environment, reproducible, restored, tiny
+from tests.running import OF_THE_ENGINE, environment, refused, reproducible, restored, tiny
 
 SETTINGS = {
     "iterations": 2, "evaluation.every": 2, "checkpoint.every": 1, "logging.trackers": "",
@@ -227,9 +227,7 @@ def test_two_processes_make_the_run_of_one_through_an_end_between_turns(tmp_path
 
 def test_an_environment_that_fails_stops_the_run_with_its_traceback(tmp_path, settings, capfd):
     broken = settings | {"environment.path": settings["environment.path"].replace("TryAgain", "Broken")}
-    with pytest.raises(SystemExit, match=str(cli.STOPPED)):
-        train.main(tiny(**broken), tmp_path / "run")
-    err = capfd.readouterr().err
+    err = refused(capfd, train.main, tiny(**broken), tmp_path / "run", code=cli.STOPPED).err
     assert "RuntimeError: no luck today" in err
     assert "could grade none of the" in err
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import cli, export
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax import export
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import flatten
@@ -16,7 +16,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import records
 from reinforce_ada_jax.training.checkpoint import Checkpoints
 from tests import hosts
-from tests.running import tiny
+from tests.running import refused, tiny
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,7 @@ def test_two_processes_write_the_folder_of_one(run, tmp_path):
 def test_a_damaged_checkpoint_is_said_with_the_remedy(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints" / "1" / "learner")
-    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        export.main(copy, None, tmp_path / "out")
-    said = capsys.readouterr().err
+    said = refused(capsys, export.main, copy, None, tmp_path / "out").err
     assert "the checkpoint of iteration 1 in " in said and "is damaged: " in said
     assert "Restore its folder from a copy. Other checkpoints there: none." in said
     assert not (tmp_path / "out").exists()

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import cli, export, sft, train
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax import export, sft, train
 from reinforce_ada_jax.data.demonstrations import Demonstration
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed.signals import Interrupted, Stop
@@ -24,7 +24,7 @@ from reinforce_ada_jax.training.run import Run
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt, Response
 from tests import hosts, standins
-from tests.running import cipher_file, reproducible, restored, tiny
+from tests.running import cipher_file, refused, reproducible, restored, tiny
 from tests.sampling.tiny import ARCHITECTURE
 
 # ---- the update ------------------------------------------------------------------------------------------------------
@@ -201,9 +201,8 @@ def test_two_processes_train_as_one(settings, tmp_path):
 
 def test_neither_command_goes_on_from_the_other(settings, whole, capsys):
     before = {file: file.read_bytes() for file in whole.iterdir() if file.is_file()}
-    with pytest.raises(SystemExit):
-        train.main(tiny(**settings), whole, quiet=True)
-    assert "holds checkpoints of the command sft" in capsys.readouterr().err
+    shown = refused(capsys, train.main, tiny(**settings), whole, quiet=True)
+    assert "holds checkpoints of the command sft" in shown.err
     assert {file: file.read_bytes() for file in whole.iterdir() if file.is_file()} == before
 
 
@@ -220,9 +219,7 @@ def test_neither_command_goes_on_from_the_other(settings, whole, capsys):
     ],
 )
 def test_what_is_refused_before_anything_is_written(settings, tmp_path, capsys, changed, message):
-    with pytest.raises(SystemExit) as raised:
-        sft.main(tiny(**settings | changed), tmp_path / "run", quiet=True)
-    assert raised.value.code == cli.BAD_INPUT and message in capsys.readouterr().err
+    assert message in refused(capsys, sft.main, tiny(**settings | changed), tmp_path / "run", quiet=True).err
     assert not (tmp_path / "run").exists()
 
 

@@ -38,6 +38,7 @@ from tests.running import (
     cipher_file,
     compiles_nothing_early,
     environment,
+    refused,
     reproducible,
     restored,
     saved_config,
@@ -305,26 +306,21 @@ def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys):
-    """refused(workdir) -> the message of the command that refuses the work directory as it is."""
+def refusal(monkeypatch, capsys):
+    """refusal(workdir) -> the message of the command that refuses the work directory as it is."""
     compiles_nothing_early(monkeypatch)
 
-    def refused(workdir):
-        with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-            train.main(saved_config(workdir), workdir)
-        return capsys.readouterr().err
-
-    return refused
+    return lambda workdir: refused(capsys, train.main, saved_config(workdir), workdir).err
 
 
-def test_another_model_is_refused(refused, unbroken, tmp_path):
+def test_another_model_is_refused(refusal, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     model = shutil.copytree(ROOT / "reinforce_ada_jax" / "assets" / "cipher", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
     saved = config_lib.replaced(saved_config(workdir), {"model.path": str(model)})
     (workdir / "config.json").write_text(config_lib.to_json(saved))
-    err = refused(workdir)
+    err = refusal(workdir)
     assert "holds checkpoints of another model" in err and "now 0.25" in err
     assert "Traceback" not in err
 
@@ -434,11 +430,11 @@ def test_a_folder_that_all_share_may_show_late(tmp_path, monkeypatch, seconds):
     assert sum(slept) == min(seconds, processes.SHARED_AFTER_S)
 
 
-def test_a_second_training_in_the_same_directory_is_refused(refused, unbroken, tmp_path):
+def test_a_second_training_in_the_same_directory_is_refused(refusal, unbroken, tmp_path):
     # test_checkpoint.py has the lock of another process, and its end.
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     before, lock = (workdir / "config.json").read_bytes(), workdir_lib.WorkdirLock(workdir)
-    err = refused(workdir)
+    err = refusal(workdir)
     lock.close()
     assert f"another training runs in {workdir} (process {os.getpid()} on " in err and "Traceback" not in err
     assert (workdir / "config.json").read_bytes() == before
@@ -480,11 +476,11 @@ def test_a_run_keeps_the_precision_of_its_start(tmp_path):
         asked(tiny(**{"model.compute_dtype": "float32"}))
 
 
-def test_other_prompts_are_refused(refused, unbroken, tmp_path):
+def test_other_prompts_are_refused(refusal, unbroken, tmp_path):
     workdir, others = shutil.copytree(unbroken[0], tmp_path / "run"), cipher_file(tmp_path / "others.jsonl", 64)
     saved = config_lib.replaced(saved_config(workdir), {"data.prompts": others})
     (workdir / "config.json").write_text(config_lib.to_json(saved))
-    err = refused(workdir)
+    err = refusal(workdir)
     assert "the prompts of data.prompts, or their tokens (" in err and "Traceback" not in err
 
 
@@ -517,9 +513,7 @@ def test_export_is_the_checkpoint(unbroken, exported, tmp_path, capsys):
 )
 def test_export_refuses(unbroken, exported, capsys, iteration, name, message):
     """A checkpoint that is not there, and a folder in use, are refused."""
-    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        export.main(unbroken[0], iteration, exported.with_name(name))
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, export.main, unbroken[0], iteration, exported.with_name(name)).err
     assert not exported.with_name("new").exists()
 
 

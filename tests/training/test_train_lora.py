@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import cli, evaluate, export, train
+from reinforce_ada_jax import evaluate, export, train
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup
-from tests.running import compiles_nothing_early, reproducible, restored, saved_config, tiny
+from tests.running import compiles_nothing_early, refused, reproducible, restored, saved_config, tiny
 from tests.running import train as train_once
 
 ITERATIONS = 4
@@ -147,9 +147,8 @@ def test_adapters_on_another_base_are_refused(unbroken, tmp_path, capsys):
     config = json.loads((workdir / "config.json").read_text())
     config["model"]["path"] = str(other)
     (workdir / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        export.main(workdir, None, tmp_path / "new")
-    assert "is not the model that these adapters were trained on" in capsys.readouterr().err
+    shown = refused(capsys, export.main, workdir, None, tmp_path / "new")
+    assert "is not the model that these adapters were trained on" in shown.err
     assert not (tmp_path / "new").exists()
 
 
@@ -210,6 +209,5 @@ def test_without_a_rank_there_is_no_base(tmp_path, begin, capsys):
     assert run.base is None and run.policy(state) is state.learner.params
     loop.save(run, state)
     run.checkpoints.wait()
-    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
-        export.main(tmp_path / "run", None, tmp_path / "adapter", adapter=True)
-    assert "trained all weights (lora.rank is 0): export them without --adapter" in capsys.readouterr().err
+    shown = refused(capsys, export.main, tmp_path / "run", None, tmp_path / "adapter", adapter=True)
+    assert "trained all weights (lora.rank is 0): export them without --adapter" in shown.err
