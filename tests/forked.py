@@ -107,6 +107,13 @@ def run(arguments: list[str], env: dict[str, str], *, at_once: bool = False) -> 
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
+def finished(process: Forked | subprocess.Popen, code: int = 0, timeout: float = 500.0) -> tuple[str, str]:
+    """Waits for the end of a command, which must be with this exit code; returns what it wrote to stdout and stderr."""
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == code, err
+    return out, err
+
+
 def _parent(read: frozenset[tuple[str, str]]) -> socket.socket:
     """The socket of the process that forks, which ends when this process does; `read`: its READ_AT_IMPORT."""
     if read not in _PARENTS:

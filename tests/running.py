@@ -122,6 +122,19 @@ def refused(
     return capture.readouterr()
 
 
+def assert_same_state(workdir: pathlib.Path, other: pathlib.Path) -> dict[str, Any]:
+    """The newest checkpoints of two runs are the same, to the last bit; returns their record."""
+    (state, record), (expected, expected_record) = restored(workdir), restored(other)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == expected_record
+    return record
+
+
+def texts(folder: pathlib.Path) -> dict[str, str]:
+    """Returns the text of each file of a folder by its name."""
+    return {file.name: file.read_text() for file in sorted(folder.iterdir())}
+
+
 def reproducible(workdir: pathlib.Path) -> list[dict[str, float]]:
     """metrics.jsonl without what may differ between equal runs."""
     return [

@@ -24,7 +24,7 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from tests import forked, hosts
 from tests.hosts import finished
-from tests.running import cipher_file, environment, reproducible, restored, saved_config
+from tests.running import assert_same_state, cipher_file, environment, reproducible, restored, saved_config
 
 SMALL = {
     "iterations": 3, "checkpoint.every": 2, "evaluation.every": 3, "evaluation.samples": 1, "sampling.slots": 32,
@@ -238,9 +238,7 @@ OF_TIME = {"collection/slot_utilisation", "collection/dispatches", "collection/w
 
 def assert_same_bits(first: pathlib.Path, second: pathlib.Path) -> None:
     """The same samples, weights and moments, to the last bit; the record has the sampler's weights as fingerprints."""
-    (one, record), (other, other_record) = restored(first), restored(second)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert record == other_record
+    record = assert_same_state(first, second)
     assert bool(record["sampler_fingerprints"]) == saved_config(first).draws_ahead
     assert samples(first) == samples(second)
     for line, other_line in zip(reproducible(first), reproducible(second), strict=True):

@@ -124,9 +124,7 @@ def start(hub, cache, wanted, load=False, parts=False, **variables):
 
 
 def lines(process):
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.splitlines()
+    return forked.finished(process)[0].splitlines()
 
 
 def test_a_model_is_fetched_once(tmp_path, hub):

@@ -12,7 +12,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.policy import weight_files
 from tests.bucket_server import Buckets, needs_gcsfs, serving
-from tests.forked import Forked
+from tests.forked import Forked, finished
 from tests.running import environment, reproducible
 
 pytestmark = needs_gcsfs
@@ -32,12 +32,6 @@ def _train(workdir: str, problems: str, env: dict[str, str]) -> Forked:
     )
 
 
-def _finished(process: Forked, code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=500)
-    assert process.returncode == code, err
-    return out, err
-
-
 def _committed(server: Buckets, run: str) -> list[int]:
     names = server.names(f"{run}/checkpoints")
     return sorted(int(name.split("/")[0]) for name in names if name.count("/") == 1 and "commit_success" in name)
@@ -48,7 +42,7 @@ def _committed(server: Buckets, run: str) -> list[int]:
 def test_killed_and_resumed_nothing_is_lost_and_two_at_once_are_refused(tmp_path, latency_s, error_share):
     (tmp_path / "problems.jsonl").write_text(PROBLEMS)
     env = environment() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    _finished(_train(str(tmp_path / "unbroken"), str(tmp_path / "problems.jsonl"), env))
+    finished(_train(str(tmp_path / "unbroken"), str(tmp_path / "problems.jsonl"), env))
     server, run = Buckets(latency_s=latency_s, error_share=error_share), "gs://runs/here/tiny"
     with serving(server) as address:
         server.write("gs://runs/problems.jsonl", PROBLEMS.encode())
@@ -63,7 +57,7 @@ def test_killed_and_resumed_nothing_is_lost_and_two_at_once_are_refused(tmp_path
             assert second.poll() is None, second.communicate()
             time.sleep(0.01)
         third = _train(run, "gs://runs/problems.jsonl", env | address)
-        out, _ = _finished(second)
+        out, _ = finished(second)
         assert "resuming after iteration" in out and f"Weights: {run}/checkpoints" in out
         _, refused = third.communicate(timeout=500)
         assert third.returncode in (0, cli.BAD_INPUT)  # 0: the second had ended before it was watched
@@ -75,7 +69,7 @@ def test_killed_and_resumed_nothing_is_lost_and_two_at_once_are_refused(tmp_path
         exported = Forked(
             ["-m", "reinforce_ada_jax.export", f"--workdir={run}", "--output=gs://runs/model"], env | address
         )
-        _finished(exported)
+        finished(exported)
         (tmp_path / "model.safetensors").write_bytes(server.read("gs://runs/model/model.safetensors"))
     assert reproducible(copy) == reproducible(tmp_path / "unbroken")
     assert (copy / "logs" / "host-0.log").read_text().count(": begins after iteration") >= 2
@@ -83,7 +77,7 @@ def test_killed_and_resumed_nothing_is_lost_and_two_at_once_are_refused(tmp_path
     assert all((copy / "samples" / file.name).read_bytes() == file.read_bytes() for file in samples.iterdir())
     assert "training.lock" not in server.names(run)
     here = ["-m", "reinforce_ada_jax.export", f"--workdir={tmp_path / 'unbroken'}", f"--output={tmp_path / 'model'}"]
-    _finished(Forked(here, env))
+    finished(Forked(here, env))
     _assert_equal_tensors(tmp_path / "model.safetensors", tmp_path / "model" / weight_files.SINGLE)
 
 

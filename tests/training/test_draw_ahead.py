@@ -21,8 +21,8 @@ from reinforce_ada_jax.training import components, drawing, iteration
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
 from reinforce_ada_jax.training.loop import Ending
 from tests import compiling, running, standins
-from tests.forked import Forked
-from tests.running import cipher_file, environment, killed_after, reproducible, restored, tiny
+from tests.forked import Forked, finished
+from tests.running import assert_same_state, cipher_file, environment, killed_after, reproducible, restored, texts, tiny
 
 PROMPTS = 8
 ITERATIONS = 8  # of trainings in processes of their own
@@ -41,15 +41,9 @@ def train(workdir, evaluator=None, **changes):
     return running.train(tiny(**SMALL | SPLIT | changes), workdir, load)
 
 
-def texts(folder):
-    return {file.name: file.read_text() for file in sorted(folder.iterdir())}
-
-
 def assert_same_run(workdir, other):
     """Bitwise: weights, moments, the sampler's weights by their fingerprints, metrics and every response."""
-    (state, record), (other_state, other_record) = restored(workdir), restored(other)
-    jax.tree.map(np.testing.assert_array_equal, state, other_state)
-    assert record == other_record and record["sampler_fingerprints"]
+    assert assert_same_state(workdir, other)["sampler_fingerprints"]
     assert reproducible(workdir) == reproducible(other)
     assert texts(workdir / "samples") == texts(other / "samples")
 
@@ -306,17 +300,11 @@ def start(tmp_path_factory):
     return start
 
 
-def finish(process):
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return out
-
-
 @pytest.fixture(scope="module")
 def whole(start, tmp_path_factory):
     """Work directory of such a training that nothing disturbed."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
-    assert "2 updates each, while the next iteration is drawn" in finish(start(workdir))
+    assert "2 updates each, while the next iteration is drawn" in finished(start(workdir))[0]
     return workdir
 
 
@@ -330,7 +318,7 @@ def kill_at_random_moments(start, workdir, iterations, kills):
         time.sleep(moments.uniform(0, 0.3))
         process.kill()
         process.communicate()
-    finish(start(workdir, iterations))
+    finished(start(workdir, iterations))
 
 
 @pytest.mark.slow
@@ -342,7 +330,7 @@ def test_kills_at_random_moments(start, whole, tmp_path):
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments(start, tmp_path):
-    finish(start(tmp_path / "whole", 100))
+    finished(start(tmp_path / "whole", 100))
     kill_at_random_moments(start, tmp_path / "run", 100, 20)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
@@ -355,5 +343,5 @@ def test_a_request_to_end(start, whole, tmp_path, how):
     err = killed_after(process, workdir / "metrics.jsonl", 3, how)
     assert process.returncode == (cli.INTERRUPTED if how == signal.SIGINT else RESTART)
     assert "is saved. python -m reinforce_ada_jax.train" in err.splitlines()[-1] and "Traceback" not in err
-    finish(start(workdir))
+    finished(start(workdir))
     assert_same_run(workdir, whole)

@@ -23,7 +23,7 @@ from reinforce_ada_jax.training import environments
 from reinforce_ada_jax.types import Response
 from tests import forked, hosts
 from tests.environments import try_again
-from tests.running import OF_THE_ENGINE, environment, refused, reproducible, restored, tiny
+from tests.running import OF_THE_ENGINE, assert_same_state, environment, refused, reproducible, restored, tiny
 
 SETTINGS = {
     "iterations": 2, "evaluation.every": 2, "checkpoint.every": 1, "logging.trackers": "",
@@ -64,10 +64,7 @@ def of_two(settings, workdir, count=2):
 
 def finished(settings, workdir) -> str:
     """Output and stderr of a run that ends without an error."""
-    process = started(settings, workdir)
-    said = "".join(process.communicate())
-    assert process.returncode == 0, said
-    return said
+    return "".join(forked.finished(started(settings, workdir)))
 
 
 @pytest.fixture
@@ -111,9 +108,7 @@ def ended_between_turns(task, start, line, how) -> list[tuple[int, str]]:
 
 
 def assert_same_bits(one, other):
-    (state, record), (expected, expected_record) = restored(one), restored(other)
-    jax.tree.map(np.testing.assert_array_equal, state, expected)
-    assert record == expected_record
+    assert_same_state(one, other)
     assert_same_files(one, other)
 
 

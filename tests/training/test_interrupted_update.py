@@ -2,15 +2,13 @@
 
 import signal
 
-import jax
-import numpy as np
 import pytest
 
 from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.update import UpdatePrograms
 from reinforce_ada_jax.training.loop import Ending
 from tests import standins
-from tests.running import ROOT, reproducible, restored, tiny, train
+from tests.running import ROOT, assert_same_state, reproducible, restored, tiny, train
 
 SETTINGS = {
     "iterations": 3, "checkpoint.every": 3, "evaluation.every": 0, "logging.trackers": "", "sampling.slots": 32,
@@ -64,6 +62,5 @@ def test_an_update_that_a_signal_breaks_off_is_made_again(tmp_path, monkeypatch,
     assert len(list((tmp_path / "run" / "unfinished").iterdir())) == 1, "the responses of iteration 2 are kept"
 
     assert train(config, tmp_path / "run").ending is Ending.FINISHED
-    (state, record), (expected, other) = restored(tmp_path / "run"), restored(tmp_path / "unbroken")
-    jax.tree.map(np.testing.assert_array_equal, state, expected)
-    assert record == other and reproducible(tmp_path / "run") == reproducible(tmp_path / "unbroken")
+    assert_same_state(tmp_path / "run", tmp_path / "unbroken")
+    assert reproducible(tmp_path / "run") == reproducible(tmp_path / "unbroken")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.forked import Forked
+from tests.forked import Forked, finished
 from tests.running import environment, reproducible, restored
 
 # The run is killed in this iteration, after these answers of it.
@@ -84,8 +84,7 @@ def train(workdir, server):
 def test_killed_in_the_middle_of_an_iteration_it_asks_no_question_twice(tmp_path):
     with judging() as server:
         process = train(tmp_path / "unbroken", server)
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
+        finished(process)
         asked, address = server.asked, server.server_address[1]
     with judging(address, tmp_path / "run" / "metrics.jsonl") as server:
         process = train(tmp_path / "run", server)
@@ -96,13 +95,12 @@ def test_killed_in_the_middle_of_an_iteration_it_asks_no_question_twice(tmp_path
         process.communicate()
         server.go_on.set()
         process = train(tmp_path / "run", server)
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
+        out, _ = finished(process)
         assert f"resuming after iteration {ITERATION - 1}\n" in out
         # The reference answer of a problem is scored at each start, before a cache is open.
         assert sum(count > 1 for count in server.answered.values()) <= 1
         # The open question, and the reference answer at the second start.
         assert server.asked <= asked + 2
     assert reproducible(tmp_path / "run") == reproducible(tmp_path / "unbroken")
-    ours, theirs = (jax.tree.leaves(restored(tmp_path / name)[0]) for name in ("run", "unbroken"))
-    assert all(np.array_equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    states = [restored(tmp_path / name)[0] for name in ("run", "unbroken")]
+    jax.tree.map(np.testing.assert_array_equal, *states)

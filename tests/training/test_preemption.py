@@ -4,7 +4,6 @@ import re
 import signal
 import socket
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,7 +11,7 @@ from reinforce_ada_jax.collection.serialization import from_bytes
 from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from tests.forked import Forked
-from tests.running import environment, reproducible, restored
+from tests.running import assert_same_state, environment, reproducible, texts
 
 SETTINGS = {
     "iterations": 24, "checkpoint.every": 4, "evaluation.every": 4,
@@ -133,15 +132,12 @@ def test_twenty_sigterms_change_no_bit(tmp_path, count):
     assert len(re.findall(r"begins with \d+ stored responses", said)) > 3
     ended(start(workdir, count, [unharmed] * count), 0)
 
-    (state, record), (unbroken, other) = restored(workdir), restored(tmp_path / "unbroken")
-    jax.tree.map(np.testing.assert_array_equal, state, unbroken)
-    assert record == other
+    assert_same_state(workdir, tmp_path / "unbroken")
     for line, expected in zip(reproducible(workdir), reproducible(tmp_path / "unbroken"), strict=True):
         assert line.keys() == expected.keys()
         assert {key for key in line if line[key] != expected[key] and not OF_THE_ENGINE.fullmatch(key)} == set()
     for folder in ("samples", "evaluations"):
-        one, other = (sorted((run / folder).iterdir()) for run in (workdir, tmp_path / "unbroken"))
-        assert [(file.name, file.read_text()) for file in one] == [(file.name, file.read_text()) for file in other]
+        assert texts(workdir / folder) == texts(tmp_path / "unbroken" / folder)
 
 
 @pytest.mark.slow
@@ -159,9 +155,7 @@ def test_kills_keep_what_a_collection_has_so_far(tmp_path):
     (said,) = ended(start(tmp_path / "run", 1, [("-c", UNHARMED)], **few), 0)
     taken_up += re.findall(r"iteration 1 begins with (\d+) stored responses", said)
     assert len(taken_up) == 2 and 0 < int(taken_up[0]) < int(taken_up[1])
-    (state, record), (unbroken, other) = restored(tmp_path / "run"), restored(tmp_path / "unbroken")
-    jax.tree.map(np.testing.assert_array_equal, state, unbroken)
-    assert record == other
+    assert_same_state(tmp_path / "run", tmp_path / "unbroken")
 
 
 # A CPU keeps nothing of two processes, since the rest of the responses would be rounded otherwise.
@@ -285,13 +279,8 @@ def test_a_kill_keeps_what_a_process_that_only_draws_has_so_far(unbroken_split, 
     said = ended(start(tmp_path / "run", 2, [("-c", UNHARMED), ("-c", COUNTED + UNHARMED)], **SPLIT), 0)
     assert f"iteration {iteration} begins with {found.num_responses} stored responses" in said[0]
     assert f"drew {64 - num_ended} of iteration {iteration}" in said[1], "nothing is drawn twice"
-    (state, record), (unbroken, other) = restored(tmp_path / "run"), restored(unbroken_split)
-    jax.tree.map(np.testing.assert_array_equal, state, unbroken)
-    assert record == other
-    for one, other in zip(
-        *(sorted((each / "samples").iterdir()) for each in (tmp_path / "run", unbroken_split)), strict=True
-    ):
-        assert one.read_text() == other.read_text()
+    assert_same_state(tmp_path / "run", unbroken_split)
+    assert texts(tmp_path / "run" / "samples") == texts(unbroken_split / "samples")
 
 
 @pytest.mark.slow
@@ -303,6 +292,5 @@ def test_two_processes_leave_an_update_together(tmp_path):
     said = ended(start(tmp_path / "run", 2, [unharmed, ("-c", IN_AN_UPDATE)], **few), RESTART)
     assert all("told to end; iteration 1 is saved" in text for text in said)
     ended(start(tmp_path / "run", 2, [unharmed] * 2, **few), 0)
-    (state, record), (unbroken, other) = restored(tmp_path / "run"), restored(tmp_path / "unbroken")
-    jax.tree.map(np.testing.assert_array_equal, state, unbroken)
-    assert record == other and reproducible(tmp_path / "run") == reproducible(tmp_path / "unbroken")
+    assert_same_state(tmp_path / "run", tmp_path / "unbroken")
+    assert reproducible(tmp_path / "run") == reproducible(tmp_path / "unbroken")

@@ -24,7 +24,7 @@ from reinforce_ada_jax.training.run import Run
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt, Response
 from tests import hosts, standins
-from tests.running import cipher_file, refused, reproducible, restored, tiny
+from tests.running import assert_same_state, cipher_file, refused, reproducible, restored, tiny
 from tests.sampling.tiny import ARCHITECTURE
 
 # ---- the update ------------------------------------------------------------------------------------------------------
@@ -163,9 +163,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(settings, whole, tmp_path, m
     assert len(reproducible(workdir)) == at - (at == 3)
     sft.main(tiny(**settings), workdir, quiet=True)
     assert reproducible(workdir) == reproducible(whole)
-    (state, record), (other, expected) = restored(workdir), restored(whole)
-    jax.tree.map(np.testing.assert_array_equal, state, other)
-    assert record == expected
+    assert_same_state(workdir, whole)
 
 
 @pytest.mark.slow  # test_train_lora.py has runs with adapters, and their export

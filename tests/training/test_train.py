@@ -21,7 +21,6 @@ import pytest
 from reinforce_ada_jax import cli, evaluate, export, train
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection.serialization import partial_from_text
-from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.evaluation import evaluator
@@ -32,9 +31,10 @@ from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.fingerprints import recorded
 from reinforce_ada_jax.types import Prompt
 from tests import compiling, standins
-from tests.forked import Forked
+from tests.forked import Forked, finished
 from tests.running import (
     ROOT,
+    assert_same_state,
     cipher_file,
     compiles_nothing_early,
     environment,
@@ -42,6 +42,7 @@ from tests.running import (
     reproducible,
     restored,
     saved_config,
+    texts,
     tiny,
 )
 
@@ -71,10 +72,8 @@ EVALUATION_KEYS = {f"evaluation/heldout/{name}" for name in ("avg", "avg_standar
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """start(workdir, more flags) -> the running process. All of them share their compiled programs."""
-    folder = tmp_path_factory.mktemp("shared")
-    benchmark = folder / "heldout.jsonl"
-    benchmark.write_text("".join(json.dumps(problem) + "\n" for problem in cipher.problems("heldout")[:32]))
-    flags = ["--config=configs/tiny.py", f"--config.evaluation.benchmarks=({str(benchmark)!r},)"]
+    benchmark = cipher_file(tmp_path_factory.mktemp("shared") / "heldout.jsonl", 32)
+    flags = ["--config=configs/tiny.py", f"--config.evaluation.benchmarks=({benchmark!r},)"]
     flags += [f"--config.{key}={value}" for key, value in SMALL.items()]
 
     def start(workdir, *more, how=("-m", "reinforce_ada_jax.train"), fork=True):
@@ -89,13 +88,6 @@ def start(tmp_path_factory):
     return start
 
 
-def finish(process, code=0):
-    """(stdout, stderr) of a process that ends with `code`."""
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == code, err
-    return out, err
-
-
 def wait_for_lines(process, workdir, count):
     """Returns while iteration `count` + 1 is under way, or a little later."""
     while len(writers.read_metrics(workdir)) < count:
@@ -107,18 +99,12 @@ def wait_for_lines(process, workdir, count):
 def unbroken(start, tmp_path_factory):
     """(work directory, stdout) of a run that nothing disturbed, with a live page."""
     workdir = tmp_path_factory.mktemp("unbroken") / "run"
-    return workdir, finish(start(workdir, "--page=0"))[0]
-
-
-def texts(folder):
-    return {file.name: file.read_text() for file in sorted(folder.iterdir())}
+    return workdir, finished(start(workdir, "--page=0"))[0]
 
 
 def assert_same_run(workdir, other):
     """Bitwise: weights, moments, cursor, metrics, evaluations, and every response that was written down."""
-    (state, record), (other_state, other_record) = restored(workdir), restored(other)
-    jax.tree.map(np.testing.assert_array_equal, state, other_state)
-    assert record == other_record
+    assert_same_state(workdir, other)
     assert reproducible(workdir) == reproducible(other)
     for folder in ("samples", "evaluations"):
         assert texts(workdir / folder) == texts(other / folder)
@@ -211,7 +197,7 @@ def end_when_drawn(start, workdir, done, number):
     """Ends a run by a signal when all of the iteration after `done` is drawn; returns its stderr."""
     ended = AT_A_PHASE.format(done=done, phase="updating", signal=int(number))
     codes = {signal.SIGINT: cli.INTERRUPTED, signal.SIGTERM: RESTART, signal.SIGKILL: -signal.SIGKILL}
-    return finish(start(workdir, how=("-c", ended)), codes[number])[1]
+    return finished(start(workdir, how=("-c", ended)), codes[number])[1]
 
 
 def test_interrupted_and_killed_it_resumes(start, unbroken, tmp_path):
@@ -224,7 +210,7 @@ def test_interrupted_and_killed_it_resumes(start, unbroken, tmp_path):
     # The state after iteration 1 was saved at Ctrl-C; that after iteration 3 was not at SIGKILL.
     assert [int(file.stem) for file in sorted((workdir / "unfinished").iterdir())] == [2, 3, 4]
 
-    out, err = finish(start(workdir, fork=False))
+    out, err = finished(start(workdir, fork=False))
     assert "resuming after iteration 1\n" in out
     # A complete collection is not drawn again.
     assert re.findall(r"iteration (\d+) begins with \d+ stored responses", err)[:3] == ["2", "3", "4"]
@@ -242,7 +228,7 @@ def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
     wait_for_lines(process, workdir, 4)
     process.send_signal(signal.SIGINT)
     asked = time.monotonic()
-    _, err = finish(process, cli.INTERRUPTED)
+    _, err = finished(process, cli.INTERRUPTED)
     assert time.monotonic() - asked < 30
     last = err.splitlines()[-1]
     saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
@@ -250,7 +236,7 @@ def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
     # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
     assert saved - len(writers.read_metrics(workdir)) in (0, 1)
 
-    out, _ = finish(start(workdir, fork=False))
+    out, _ = finished(start(workdir, fork=False))
     assert f"resuming after iteration {saved}\n" in out
     assert_same_run(workdir, unbroken[0])
 
@@ -260,7 +246,7 @@ def test_kills_at_random_moments(start, tmp_path):
     # In the middle of collections, updates, checkpoints and evaluations: there is little else in so small a run.
     kills, iterations = 20, 60
     flags = (f"--config.iterations={iterations}", "--config.checkpoint.every=3", "--config.evaluation.every=4")
-    finish(start(tmp_path / "unbroken", *flags))
+    finished(start(tmp_path / "unbroken", *flags))
     moments, workdir, killed = np.random.default_rng(kills), tmp_path / "run", 0
     while killed < kills:
         process, before = start(workdir, *flags), len(writers.read_metrics(workdir))
@@ -275,19 +261,19 @@ def test_kills_at_random_moments(start, tmp_path):
             shutil.rmtree(workdir / "checkpoints" / str(iterations))
             continue
         killed += 1
-    finish(start(workdir, *flags))
+    finished(start(workdir, *flags))
     assert_same_run(workdir, tmp_path / "unbroken")
 
 
 @pytest.mark.slow  # test_train_strategies.py has one such run that is resumed
 def test_with_overlapping_iterations_too(start, tmp_path):
     overlap = "--config.collection.overlap=finish"
-    finish(start(tmp_path / "unbroken", overlap))
+    finished(start(tmp_path / "unbroken", overlap))
     process = start(tmp_path / "run", overlap)
     wait_for_lines(process, tmp_path / "run", 5)
     process.kill()
-    finish(process, -signal.SIGKILL)
-    finish(start(tmp_path / "run", overlap))
+    finished(process, -signal.SIGKILL)
+    finished(start(tmp_path / "run", overlap))
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
     # From the second iteration on some responses were there already, drawn with the weights before.
     ahead = [line["collection/ahead"] for line in writers.read_metrics(tmp_path / "run")]
@@ -300,7 +286,7 @@ def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     arrays = max((workdir / "checkpoints" / "8" / "learner").rglob("*"), key=lambda file: file.stat().st_size)
     arrays.write_bytes(arrays.read_bytes()[: arrays.stat().st_size // 2])
-    out, _ = finish(start(workdir))
+    out, _ = finished(start(workdir))
     assert "warning: the checkpoint of iteration 8 in" in out and "resuming after iteration 5\n" in out
     assert_same_run(workdir, unbroken[0])
 
@@ -337,23 +323,23 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     flags = ("--config.iterations=40", "--config.checkpoint.every=1")
-    _, err = finish(start(workdir, *flags, how=("-c", FULL_DISK)), cli.STOPPED)
+    _, err = finished(start(workdir, *flags, how=("-c", FULL_DISK)), cli.STOPPED)
     last = err.splitlines()[-1]
     assert last.startswith("error: no checkpoint could be written to")
     assert "Training stopped. The last complete checkpoint is 8." in last
     assert "Traceback" not in err, "neither of TensorStore nor of TensorBoard"
     assert len(writers.read_metrics(workdir)) <= ITERATIONS + 2
     (workdir / "metrics.jsonl").unlink()
-    out, _ = finish(start(workdir, "--config.iterations=9", "--config.logging.trackers="))
+    out, _ = finished(start(workdir, "--config.iterations=9", "--config.logging.trackers="))
     assert "metrics.jsonl has no lines for 8 of 8 iterations" in out
 
 
 @pytest.mark.slow  # test_draw_ahead.py has one, and resumed runs with evaluations are above
 def test_without_its_checkpoints_a_run_says_that_it_begins_again(start, tmp_path):
     workdir = tmp_path / "run"
-    first, _ = finish(start(workdir, "--config.iterations=1"))
+    first, _ = finished(start(workdir, "--config.iterations=1"))
     shutil.rmtree(workdir / "checkpoints")
-    again, _ = finish(start(workdir, "--config.iterations=1"))
+    again, _ = finished(start(workdir, "--config.iterations=1"))
     assert "no checkpoint" not in first
     assert f"warning: {workdir} has metrics and no checkpoint: the run begins again" in again
     assert len(writers.read_metrics(workdir)) == 1
@@ -393,7 +379,7 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 
 @pytest.mark.slow  # test_updates.py has the update and its message, test_loop.py the saved state
 def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
-    _, err = finish(start(tmp_path / "run", how=("-c", POISONED)), cli.STOPPED)
+    _, err = finished(start(tmp_path / "run", how=("-c", POISONED)), cli.STOPPED)
     last = err.splitlines()[-1]
     assert last.startswith("error: iteration 3, update 2 of 2: loss nan, gradient norm nan: not finite.")
     # The first update of the iteration is in the weights, so the iteration ends with it, and a resume begins the next.
@@ -405,7 +391,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
     state, record = restored(tmp_path / "run")
     assert record["iteration"] == 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
-    assert "resuming after iteration 3" in finish(start(tmp_path / "run", "--config.iterations=4"))[0]
+    assert "resuming after iteration 3" in finished(start(tmp_path / "run", "--config.iterations=4"))[0]
     assert [line["iteration"] for line in writers.read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 

@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import evaluate, export, train
-from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup
-from tests.running import compiles_nothing_early, refused, reproducible, restored, saved_config, tiny
+from tests.running import (
+    assert_same_state,
+    cipher_file,
+    compiles_nothing_early,
+    refused,
+    reproducible,
+    restored,
+    saved_config,
+    tiny,
+)
 from tests.running import train as train_once
 
 ITERATIONS = 4
@@ -40,10 +48,8 @@ BASE = components_lib.model_folder("package:cipher")
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """start(workdir) -> stdout of a finished run."""
-    folder = tmp_path_factory.mktemp("shared")
-    benchmark = folder / "heldout.jsonl"
-    benchmark.write_text("".join(json.dumps(problem) + "\n" for problem in cipher.problems("heldout")[:32]))
-    config = tiny(**SETTINGS | {"evaluation.benchmarks": (str(benchmark),)})
+    benchmark = cipher_file(tmp_path_factory.mktemp("shared") / "heldout.jsonl", 32)
+    config = tiny(**SETTINGS | {"evaluation.benchmarks": (benchmark,)})
 
     def start(workdir):
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -94,9 +100,7 @@ def test_a_run_of_adapters_resumes_bit_for_bit(start, unbroken, tmp_path):
     shutil.rmtree(resumed / "checkpoints" / str(ITERATIONS))
     assert "resuming after iteration 2" in start(resumed)
     assert reproducible(resumed) == reproducible(unbroken[0])
-    (state, record), (expected, expected_record) = restored(resumed), restored(unbroken[0])
-    jax.tree.map(np.testing.assert_array_equal, state, expected)
-    assert record == expected_record
+    assert_same_state(resumed, unbroken[0])
 
 
 # ---- what is made of it --------------------------------------------------------------------------------------------
