@@ -8,7 +8,7 @@ programs change them less than the elapsed time.
 import collections
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import enough_pages
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
-from reinforce_ada_jax.types import Prompt, Request, Response
+from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response
 
 ONE_TURN, TURNS, WHOLE = "one_turn", "turns", "turns_prefilled_whole"
 
@@ -46,8 +46,8 @@ class Shape:
         return self.turns * self.sampled + (self.turns - 1) * self.environment
 
 
-class FixedTurns:
-    """types.RequestQueue of trajectories of one shape, one for each prompt."""
+class FixedTurns(RequestQueue):
+    """Queue of trajectories of one shape, one for each prompt."""
 
     def __init__(self, prompts: Iterable[Prompt], shape: Shape, *, continues: bool):
         """Makes the requests of first turns; without `continues` the sampler does not know that others follow."""
@@ -64,18 +64,6 @@ class FixedTurns:
         taken = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
         self._in_flight |= {request.prompt.id: (request, turn) for request, turn in taken}
         return [request for request, _ in taken]
-
-    def take_prefetch(self, limit: int) -> list[Request]:
-        return []
-
-    def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
-        return []
-
-    def wait(self) -> bool:
-        return False
-
-    def awaits_verdicts(self) -> bool:
-        return False
 
     def closed(self) -> list[str]:
         closed, self._closed = self._closed, []

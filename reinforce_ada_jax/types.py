@@ -269,7 +269,8 @@ class RequestQueue(Protocol):
     """A sampler's view of the collection: requests to take, and prompts that need no more draws.
 
     A `sample_fn(queue)` is a generator: it takes requests, and yields lists of finished responses, in any order,
-    until `take` returns nothing while none of its requests are in flight.
+    until `take` returns nothing while none of its requests are in flight. A queue that inherits from this class needs
+    `take` alone: by default nothing comes later, and no prompt is closed.
     """
 
     def take(self, limit: int, *, wait: bool = True) -> list[Request]:
@@ -281,32 +282,32 @@ class RequestQueue(Protocol):
 
     def take_prefetch(self, limit: int) -> list[Request]:
         """Returns up to `limit` requests of the next iterations, for slots that `take` leaves idle."""
-        ...
+        return []
 
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
         """Returns up to `limit` requests for idle slots: draws that the next verdicts of these prompts may require.
 
         Prompts of later turns have none.
         """
-        ...
+        return []
 
     def wait(self) -> bool:
         """Waits for the next pending verdicts, which may close prompts or bring requests; False where none are pending.
 
         It is called by a sampler that can't start its requests before some prompt closes.
         """
-        ...
+        return False
 
     def awaits_verdicts(self) -> bool:
         """Returns True while verdicts are pending."""
-        ...
+        return False
 
     def closed(self) -> list[str]:
         """Returns ids of the prompts closed since the last call: none of their requests is waiting or in flight.
 
         A trajectory that has ended closes the prompts of its turns, and that of the turn that could have followed.
         """
-        ...
+        return []
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training.compile_counter import CompileCounter
-from reinforce_ada_jax.types import Prefetch, Prompt, Request, Verdict
+from reinforce_ada_jax.types import Prefetch, Prompt, Request, RequestQueue, Verdict
 from tests import standins
 from tests.sampling import tiny
 from tests.sampling.page_engine import PageEngine
@@ -301,7 +301,7 @@ def test_dispatches_are_counted():
     assert counts.windows <= 5 and counts.tokens == tokens
 
 
-class OpenQueue:
+class OpenQueue(RequestQueue):
     """Requests in a list, and no word about prompts that are done."""
 
     def __init__(self, prompts, draws=2):
@@ -310,21 +310,6 @@ class OpenQueue:
     def take(self, limit, *, wait=True):
         taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
         return taken
-
-    def take_prefetch(self, limit):
-        return []
-
-    def take_speculative(self, limit, prompt_ids):
-        return []
-
-    def wait(self):
-        return False
-
-    def awaits_verdicts(self):
-        return False
-
-    def closed(self):
-        return []
 
 
 def test_prompts_that_the_queue_never_closed_are_closed_with_the_session():
