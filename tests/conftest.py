@@ -54,6 +54,24 @@ def frozen_heap() -> Iterator[None]:
     yield
 
 
+# Files and folders that share the programs of engines and learners among all their tests.
+SHARING = (
+    "evaluation", "serving", "training", "bench/test_iteration.py", "bench/test_rollout.py", "test_rivals.py",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shares programs in the files of SHARING."""
+    if not request.path.relative_to(pathlib.Path(__file__).parent).as_posix().startswith(SHARING):
+        yield
+        return
+    from tests import sharing  # noqa: PLC0415  (the package is imported when its annotations are checked)
+
+    with sharing.shared_programs():
+        yield
+
+
 # Files that take longest: begun last, one of them would keep a worker busy after the others have ended.
 LONGEST = (
     "training/test_train.py", "distributed/test_processes.py", "learning/test_learner.py",

@@ -19,18 +19,10 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
-from tests import sharing
 from tests.running import ROOT, cipher_file, load, reproducible, responses_kept, tiny, train
 from tests.scripted_rng import ScriptedRng
 
 RIVALS = ROOT / "examples" / "rivals"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared():
-    """The runs differ in their rules, not in their programs."""
-    with sharing.shared_programs():
-        yield
 
 
 def prompts_of(*pass_rates):

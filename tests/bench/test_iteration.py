@@ -8,7 +8,6 @@ import pytest
 from bench import iteration, models, workloads
 from reinforce_ada_jax.training.components import build, model_folder
 from reinforce_ada_jax.types import Prompt, Request
-from tests import sharing
 from tests.running import tiny
 
 SMALL = {
@@ -25,12 +24,6 @@ ONE_UPDATE = SMALL | {
 }  # fmt: skip
 LENGTHS = workloads.parse_lengths("4,0.5,2,8")
 EQUAL = workloads.parse_lengths("4,0.0001,4,4")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared():
-    with sharing.shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")

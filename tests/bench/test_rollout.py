@@ -16,7 +16,6 @@ from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.types import Prompt, Request
-from tests import sharing
 from tests.running import refused
 
 ARCHITECTURE = models.smallest()
@@ -39,12 +38,6 @@ for line in sys.stdin:
         break
     print(json.dumps(answer), flush=True)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared():
-    with sharing.shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")
