@@ -10,7 +10,7 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.serving.jetstream import servicer as servicer_lib
 from reinforce_ada_jax.serving.jetstream.servicer import PREFILLED, REFUSED_CALLS, pb2
 from tests import standins
-from tests.serving.test_servicer import SLOTS, Call, Ended, finish, make, settle, text_request
+from tests.serving.test_servicer import SLOTS, Call, Ended, finish, in_time, make, settle, text_request
 
 METHOD = "/jetstream_proto.Orchestrator/"
 MAX_CALLS = SLOTS + PREFILLED + 3 + REFUSED_CALLS  # three may wait
@@ -57,24 +57,22 @@ async def is_live(channel) -> bool:
     return (await health(b"", timeout=30)).is_live
 
 
-def test_calls_whose_requests_never_arrive_end_and_keep_no_health_check_out():
-    async def run():
-        async with serving(request_s=5.0) as (servicer, channel):  # all are open before the first one ends
-            request = text_request().SerializeToString()
-            assert await ask(channel, request) == grpc.StatusCode.OK
-            silent = [channel.stream_stream(f"{METHOD}Decode")() for _ in range(134)]
-            for call in silent:
-                await call.wait_for_connection()
-            code, details = await refused(channel, request)
-            assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and f"{MAX_CALLS} calls are open" in details
-            assert await is_live(channel)
-            codes = [await call.code() for call in silent]
-            assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == MAX_CALLS
-            assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 134 - MAX_CALLS
-            assert await ask(channel, request) == grpc.StatusCode.OK
-            assert (servicer.counts.answered, servicer.counts.refused) == (2, 135)
-
-    finish(run())
+@in_time
+async def test_calls_whose_requests_never_arrive_end_and_keep_no_health_check_out():
+    async with serving(request_s=5.0) as (servicer, channel):  # all are open before the first one ends
+        request = text_request().SerializeToString()
+        assert await ask(channel, request) == grpc.StatusCode.OK
+        silent = [channel.stream_stream(f"{METHOD}Decode")() for _ in range(134)]
+        for call in silent:
+            await call.wait_for_connection()
+        code, details = await refused(channel, request)
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED and f"{MAX_CALLS} calls are open" in details
+        assert await is_live(channel)
+        codes = [await call.code() for call in silent]
+        assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == MAX_CALLS
+        assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 134 - MAX_CALLS
+        assert await ask(channel, request) == grpc.StatusCode.OK
+        assert (servicer.counts.answered, servicer.counts.refused) == (2, 135)
 
 
 @pytest.mark.parametrize(
@@ -85,26 +83,22 @@ def test_calls_whose_requests_never_arrive_end_and_keep_no_health_check_out():
         text_request("ab").SerializeToString()[:-3],
     ],
 )
-def test_requests_that_cannot_be_read_are_refused_and_counted(content):
-    async def run():
-        async with serving() as (servicer, channel):
-            code, details = await refused(channel, content)
-            assert code == grpc.StatusCode.INVALID_ARGUMENT and "or its text is not UTF-8" in details
-            assert (servicer.counts.answered, servicer.counts.refused) == (0, 1)
-            assert await is_live(channel)
-
-    finish(run())
+@in_time
+async def test_requests_that_cannot_be_read_are_refused_and_counted(content):
+    async with serving() as (servicer, channel):
+        code, details = await refused(channel, content)
+        assert code == grpc.StatusCode.INVALID_ARGUMENT and "or its text is not UTF-8" in details
+        assert (servicer.counts.answered, servicer.counts.refused) == (0, 1)
+        assert await is_live(channel)
 
 
-def test_a_call_without_a_request_is_one_with_an_empty_one():
-    async def run():
-        async with serving() as (_, channel):
-            call = channel.stream_stream(f"{METHOD}Decode")()
-            await call.done_writing()
-            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
-            assert "max_tokens is 0" in await call.details()
-
-    finish(run())
+@in_time
+async def test_a_call_without_a_request_is_one_with_an_empty_one():
+    async with serving() as (_, channel):
+        call = channel.stream_stream(f"{METHOD}Decode")()
+        await call.done_writing()
+        assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "max_tokens is 0" in await call.details()
 
 
 class From(Call):
@@ -121,27 +115,25 @@ class From(Call):
         await asyncio.sleep(3600)
 
 
-def test_one_peer_leaves_calls_to_others():
-    async def run():
-        servicer, _ = make(peer_calls=2, request_s=30.0)
-        peers = ["ipv4:10.0.0.1:1", "ipv4:10.0.0.1:2", "ipv4:10.0.0.1:3", "ipv6:%5B::1%5D:1"]
-        tasks = [asyncio.create_task(servicer.decode(None, From(peer))) for peer in peers]
-        await settle()
-        assert [task.done() for task in tasks] == [False, False, True, False]
-        with pytest.raises(Ended, match="2 calls of this address are open.*--peer_calls") as ended:
-            await tasks[2]
-        assert ended.value.args[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
-        tasks[0].cancel()
-        await settle()
-        further = asyncio.create_task(servicer.decode(None, From("ipv4:10.0.0.1:4")))
-        await settle()
-        assert not further.done() and (servicer.counts.refused, servicer.counts.hung_up) == (1, 1)
-        for task in (*tasks, further):
-            task.cancel()
-        await settle()
-        assert not servicer._open
-
-    finish(run())
+@in_time
+async def test_one_peer_leaves_calls_to_others():
+    servicer, _ = make(peer_calls=2, request_s=30.0)
+    peers = ["ipv4:10.0.0.1:1", "ipv4:10.0.0.1:2", "ipv4:10.0.0.1:3", "ipv6:%5B::1%5D:1"]
+    tasks = [asyncio.create_task(servicer.decode(None, From(peer))) for peer in peers]
+    await settle()
+    assert [task.done() for task in tasks] == [False, False, True, False]
+    with pytest.raises(Ended, match="2 calls of this address are open.*--peer_calls") as ended:
+        await tasks[2]
+    assert ended.value.args[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+    tasks[0].cancel()
+    await settle()
+    further = asyncio.create_task(servicer.decode(None, From("ipv4:10.0.0.1:4")))
+    await settle()
+    assert not further.done() and (servicer.counts.refused, servicer.counts.hung_up) == (1, 1)
+    for task in (*tasks, further):
+        task.cancel()
+    await settle()
+    assert not servicer._open
 
 
 def test_tokens_that_have_no_text_end_their_call_only(monkeypatch):

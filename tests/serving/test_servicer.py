@@ -1,8 +1,9 @@
 """The gRPC service over a Driver that does what the test says: turns, waiting, hang-ups and text."""
 
 import asyncio
+import functools
 import types
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -96,6 +97,11 @@ def finish(test: Coroutine) -> Any:
     return asyncio.run(asyncio.wait_for(test, 20))
 
 
+def in_time(test: Callable[..., Coroutine]) -> Callable[..., None]:
+    """Decorator of a test that is a coroutine: it runs by `finish`."""
+    return functools.wraps(test)(lambda *arguments, **named: finish(test(*arguments, **named)))
+
+
 async def begin(servicer, count) -> list[asyncio.Task]:
     tasks = [asyncio.create_task(servicer.Decode(text_request(), Call())) for _ in range(count)]
     await settle()
@@ -142,17 +148,15 @@ def test_text_cut_off_within_a_character_is_flushed():
     assert call.trailing == (("finish", "length"),)
 
 
-def test_the_last_token_ends_a_response_before_the_driver_has_noticed():
-    async def run():
-        servicer, driver = make()
-        task = asyncio.create_task(servicer.Decode(text_request(max_tokens=2), Call()))
-        await settle()
-        for token in (1, 2):
-            driver.requests[0].return_channel.add_result([types.SimpleNamespace(token_ids=[token], text=[])])
-        await task
-        assert (servicer.counts.answered, servicer.running) == (1, 1)
-
-    finish(run())
+@in_time
+async def test_the_last_token_ends_a_response_before_the_driver_has_noticed():
+    servicer, driver = make()
+    task = asyncio.create_task(servicer.Decode(text_request(max_tokens=2), Call()))
+    await settle()
+    for token in (1, 2):
+        driver.requests[0].return_channel.add_result([types.SimpleNamespace(token_ids=[token], text=[])])
+    await task
+    assert (servicer.counts.answered, servicer.running) == (1, 1)
 
 
 def test_a_client_that_sends_tokens_gets_tokens():
@@ -183,82 +187,74 @@ def test_the_driver_gets_the_tokens_as_they_are():
 # ---- turns -------------------------------------------------------------------------------------------------------
 
 
-def test_more_than_may_wait_are_refused_and_a_turn_comes_to_those_that_do():
-    async def run():
-        servicer, driver = make(waiting=3)
-        tasks = await begin(servicer, SLOTS + PREFILLED + 3)
-        assert (servicer.running, servicer.waiting, len(driver.requests)) == (SLOTS + PREFILLED, 3, SLOTS + PREFILLED)
-        with pytest.raises(Ended) as ended:
-            await servicer.Decode(text_request(), Call())
-        code, details = ended.value.args
-        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "3 requests are waiting" in details and "larger --waiting" in details
-        driver.answer(driver.requests[0], [1], [])
-        await settle()
-        assert (servicer.running, servicer.waiting, len(driver.requests)) == (
-            SLOTS + PREFILLED,
-            2,
-            SLOTS + PREFILLED + 1,
-        )
-        for request in driver.requests[1:]:
-            driver.answer(request, [1], [])
-        await settle()
-        for request in driver.requests[SLOTS + PREFILLED + 1 :]:
-            driver.answer(request, [1], [])
-        await asyncio.gather(*tasks)
-        assert (servicer.running, servicer.waiting) == (0, 0)
-        assert servicer.counts == servicer_lib.Counts(
-            answered=SLOTS + PREFILLED + 3, refused=1, tokens=SLOTS + PREFILLED + 3
-        )
-
-    finish(run())
+@in_time
+async def test_more_than_may_wait_are_refused_and_a_turn_comes_to_those_that_do():
+    servicer, driver = make(waiting=3)
+    tasks = await begin(servicer, SLOTS + PREFILLED + 3)
+    assert (servicer.running, servicer.waiting, len(driver.requests)) == (SLOTS + PREFILLED, 3, SLOTS + PREFILLED)
+    with pytest.raises(Ended) as ended:
+        await servicer.Decode(text_request(), Call())
+    code, details = ended.value.args
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "3 requests are waiting" in details and "larger --waiting" in details
+    driver.answer(driver.requests[0], [1], [])
+    await settle()
+    assert (servicer.running, servicer.waiting, len(driver.requests)) == (
+        SLOTS + PREFILLED,
+        2,
+        SLOTS + PREFILLED + 1,
+    )
+    for request in driver.requests[1:]:
+        driver.answer(request, [1], [])
+    await settle()
+    for request in driver.requests[SLOTS + PREFILLED + 1 :]:
+        driver.answer(request, [1], [])
+    await asyncio.gather(*tasks)
+    assert (servicer.running, servicer.waiting) == (0, 0)
+    assert servicer.counts == servicer_lib.Counts(
+        answered=SLOTS + PREFILLED + 3, refused=1, tokens=SLOTS + PREFILLED + 3
+    )
 
 
-def test_without_places_to_wait_a_further_request_is_refused():
-    async def run():
-        servicer, _ = make(waiting=0)
-        tasks = await begin(servicer, SLOTS + PREFILLED)
-        with pytest.raises(Ended, match="0 requests are waiting"):
-            await servicer.Decode(text_request(), Call())
-        for task in tasks:
-            task.cancel()
-
-    finish(run())
+@in_time
+async def test_without_places_to_wait_a_further_request_is_refused():
+    servicer, _ = make(waiting=0)
+    tasks = await begin(servicer, SLOTS + PREFILLED)
+    with pytest.raises(Ended, match="0 requests are waiting"):
+        await servicer.Decode(text_request(), Call())
+    for task in tasks:
+        task.cancel()
 
 
-def test_a_client_that_hangs_up_while_it_waits_never_reaches_the_driver():
-    async def run():
-        servicer, driver = make()
-        tasks = await begin(servicer, SLOTS + PREFILLED + 1)
-        tasks[-1].cancel()
-        await settle()
-        driver.answer(driver.requests[0], [])
-        await settle()
-        assert (servicer.running, servicer.waiting, servicer.counts.hung_up) == (SLOTS + PREFILLED - 1, 0, 1)
-        assert len(driver.requests) == SLOTS + PREFILLED
-        for task in tasks:
-            task.cancel()
-
-    finish(run())
+@in_time
+async def test_a_client_that_hangs_up_while_it_waits_never_reaches_the_driver():
+    servicer, driver = make()
+    tasks = await begin(servicer, SLOTS + PREFILLED + 1)
+    tasks[-1].cancel()
+    await settle()
+    driver.answer(driver.requests[0], [])
+    await settle()
+    assert (servicer.running, servicer.waiting, servicer.counts.hung_up) == (SLOTS + PREFILLED - 1, 0, 1)
+    assert len(driver.requests) == SLOTS + PREFILLED
+    for task in tasks:
+        task.cancel()
 
 
-def test_a_client_that_hangs_up_frees_its_slot_and_its_turn_ends_with_it():
-    async def run():
-        servicer, driver = make()
-        tasks = await begin(servicer, SLOTS + PREFILLED)
-        assert driver.requests[0].max_tokens == 16
-        tasks[0].cancel()
-        await settle()
-        # 0 tokens: the Driver ends the request at its next turn. Until it has, nobody else gets the turn.
-        assert driver.requests[0].max_tokens == 0 and driver.requests[1].max_tokens == 16
-        assert servicer.running == SLOTS + PREFILLED
-        driver.answer(driver.requests[0])
-        await settle()
-        assert servicer.running == SLOTS + PREFILLED - 1
-        for task in tasks:
-            task.cancel()
-
-    finish(run())
+@in_time
+async def test_a_client_that_hangs_up_frees_its_slot_and_its_turn_ends_with_it():
+    servicer, driver = make()
+    tasks = await begin(servicer, SLOTS + PREFILLED)
+    assert driver.requests[0].max_tokens == 16
+    tasks[0].cancel()
+    await settle()
+    # 0 tokens: the Driver ends the request at its next turn. Until it has, nobody else gets the turn.
+    assert driver.requests[0].max_tokens == 0 and driver.requests[1].max_tokens == 16
+    assert servicer.running == SLOTS + PREFILLED
+    driver.answer(driver.requests[0])
+    await settle()
+    assert servicer.running == SLOTS + PREFILLED - 1
+    for task in tasks:
+        task.cancel()
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------
@@ -290,30 +286,26 @@ def with_later_field() -> pb2.DecodeRequest:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_is_refused_does_not_reach_the_driver(request_, metadata, words):
-    async def run():
-        servicer, driver = make()
-        with pytest.raises(Ended) as ended:
-            await servicer.Decode(request_, Call(*metadata))
-        code, details = ended.value.args
-        assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert all(word in details for word in words), details
-        assert driver.requests == [] and servicer.counts.refused == 1
-
-    finish(run())
+@in_time
+async def test_what_is_refused_does_not_reach_the_driver(request_, metadata, words):
+    servicer, driver = make()
+    with pytest.raises(Ended) as ended:
+        await servicer.Decode(request_, Call(*metadata))
+    code, details = ended.value.args
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert all(word in details for word in words), details
+    assert driver.requests == [] and servicer.counts.refused == 1
 
 
-def test_text_that_the_tokenizer_lacks_is_refused():
-    async def run():
-        servicer, driver = make(tokenizer=Tokenizer.load(components_lib.ASSETS / "cipher"))
-        with pytest.raises(Ended) as ended:
-            await servicer.Decode(text_request("hello Z"), Call())
-        code, details = ended.value.args
-        assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert "cipher can't encode 'hello Z'" in details
-        assert driver.requests == [] and servicer.counts.refused == 1
-
-    finish(run())
+@in_time
+async def test_text_that_the_tokenizer_lacks_is_refused():
+    servicer, driver = make(tokenizer=Tokenizer.load(components_lib.ASSETS / "cipher"))
+    with pytest.raises(Ended) as ended:
+        await servicer.Decode(text_request("hello Z"), Call())
+    code, details = ended.value.args
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "cipher can't encode 'hello Z'" in details
+    assert driver.requests == [] and servicer.counts.refused == 1
 
 
 def test_what_is_just_within_the_limits_is_not():
