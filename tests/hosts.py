@@ -1,13 +1,12 @@
 """Commands as several processes of this machine, which make a pod of hosts with CPU devices."""
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from reinforce_ada_jax.distributed import processes as processes_lib
 from tests import compiling
 from tests.forked import Forked
-from tests.running import environment
+from tests.running import environment, free_port
 
 
 def start(
@@ -27,9 +26,7 @@ def start(
       env: is added to their environment.
       own: returns more arguments of each.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     xla = f"{compiling.DEVICES}{devices // count} {compiling.QUICKLY}"
     started = []
     for index in range(count):

@@ -7,6 +7,9 @@ import os
 import pathlib
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -79,6 +82,23 @@ def responses_kept() -> Iterator[None]:
 def environment(xla_flags: str = compiling.COMMANDS) -> dict[str, str]:
     """Environment of a user's command on one CPU device."""
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags} | compiling.keeping()
+
+
+def run_python(
+    *arguments: str, env: dict[str, str] | None = None, cwd: pathlib.Path = ROOT, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Returns what a Python process of these arguments said, and its exit code."""
+    env = environment() if env is None else env
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False, **options
+    )
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Returns a port at which nothing listens."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind((host, 0))
+        return free.getsockname()[1]
 
 
 def cipher_file(file: pathlib.Path, count: int, **changes: object) -> str:

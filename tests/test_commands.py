@@ -21,7 +21,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import reference
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.training import components as components_lib
-from tests.running import ROOT, cipher_file, environment, refused, tiny
+from tests.running import ROOT, cipher_file, environment, refused, run_python, tiny
 
 TINY = "--config=configs/tiny.py"
 # A command of no other work, and so without the seconds that importing jax takes.
@@ -30,13 +30,6 @@ from reinforce_ada_jax import cli
 config = cli.define_config()
 cli.run(lambda: print(config.value.collection.strategy, config.value.iterations))
 """
-
-
-def run_python(*arguments):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment(), capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
 
 
 def check_message(text: str, *parts: str) -> None:

@@ -9,7 +9,6 @@ import json
 import pathlib
 import re
 import shlex
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -34,7 +33,7 @@ from reinforce_ada_jax.learning.update import UpdateMetrics
 from reinforce_ada_jax.types import FAILURES, Pool, Prompt, Verdict
 from tests import running
 from tests.launch.cloud import Cloud, check, git, make_checkout
-from tests.running import ROOT, environment
+from tests.running import ROOT, run_python
 from tests.test_layers import LAYERS
 
 DOCS = ROOT / "docs"
@@ -210,8 +209,7 @@ def test_every_block_of_python_is_run_somewhere():
 
 @pytest.mark.parametrize("script", ["reference", "diagrams"])
 def test_pages_and_diagrams_are_made_from_the_code(script):
-    command = [sys.executable, f"dev/{script}.py", "--check"]
-    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    result = run_python(f"dev/{script}.py", "--check")
     assert result.returncode == 0, result.stderr
 
 
@@ -603,10 +601,7 @@ REFUSED = {
 def said() -> dict[str, str]:
     """Messages of the package's own parser on each `python -m` command; empty if it accepts the command."""
     asked = [command for command in (*ALL_COMMANDS, *REFUSED.values()) if command.program in PROGRAMS]
-    result = subprocess.run(
-        [sys.executable, "-c", PARSER], input=json.dumps([command[1:] for command in asked]), cwd=ROOT,
-        env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    result = run_python("-c", PARSER, input=json.dumps([command[1:] for command in asked]))
     assert result.returncode == 0, result.stderr
     return {str(command[1:]): text for command, text in zip(asked, json.loads(result.stdout), strict=True)}
 

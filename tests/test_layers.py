@@ -3,12 +3,11 @@
 import ast
 import functools
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from reinforce_ada_jax.__main__ import COMMANDS
+from tests.running import run_python
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "reinforce_ada_jax"
@@ -122,10 +121,6 @@ def violations(modules: dict[str, str]) -> list[str]:
     ]
 
 
-def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-
-
 def test_imports_point_downward_and_stages_do_not_know_each_other():
     assert len(sources()) > 30
     assert violations(sources()) == []
@@ -200,7 +195,7 @@ def test_host_code_imports_no_jax():
     hosts = [name for name in sources() if name.split(".")[1] in HOST_ROOMS and not name.endswith(optional)]
     modules = [name.removesuffix(".__init__") for name in hosts]
     assert len(modules) > 15
-    loaded = run_python(f"import sys, {', '.join(modules)}; print(*sys.modules)").split()
+    loaded = run_python("-c", f"import sys, {', '.join(modules)}; print(*sys.modules)").stdout.split()
     assert set(modules) <= set(loaded)
     assert [name for name in loaded if name.split(".")[0] in ("jax", "jaxlib", "flax", "optax", "orbax")] == []
 
@@ -210,7 +205,8 @@ def test_commands_import_jax_only_after_their_flags():
     others = sorted(set(COMMANDS) - {"simulate"})
     modules = ", ".join(f"{PACKAGE}.{name}" for name in others)
     show = "print(*sys.modules)"
-    before, after = run_python(f"import sys, {modules}; {show}; import {PACKAGE}.simulate; {show}").splitlines()
+    shown = run_python("-c", f"import sys, {modules}; {show}; import {PACKAGE}.simulate; {show}").stdout
+    before, after = shown.splitlines()
     assert f"{PACKAGE}.serve" in before.split() and f"{PACKAGE}.simulate" in after.split()
     assert {"jax", "matplotlib", "numpy", "orbax"}.isdisjoint(before.split())
     assert {"jax", "matplotlib", "orbax"}.isdisjoint(after.split())
@@ -220,5 +216,5 @@ def test_the_trainer_imports_little_beside_jax():
     # Processor time, as a multiple of the same process's for the libraries: 1.4 times where this was written.
     modules, show = f"{PACKAGE}.training.loop, {PACKAGE}.evaluation.evaluator", "print(time.process_time())"
     libraries = "jax, flax, optax, orbax.checkpoint"
-    before, after = run_python(f"import time, {libraries}; {show}; import {modules}; {show}").split()
+    before, after = run_python("-c", f"import time, {libraries}; {show}; import {modules}; {show}").stdout.split()
     assert float(after) < 3.0 * float(before)

@@ -2,13 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from reinforce_ada_jax.policy import huggingface
-from tests.running import ROOT, environment
+from tests.running import ROOT, environment, run_python
 
 FOLDER = ROOT / "examples"
 CELLS = json.loads((FOLDER / "notebook.ipynb").read_text())["cells"]
@@ -52,10 +50,7 @@ print(json.dumps([averages, names["run"].architecture.num_parameters]))
 def test_the_cells_run(tmp_path):
     """In an empty folder; the examples are found as from Jupyter's kernel, which starts in the notebook's folder."""
     settings = environment() | {"PYTHONPATH": f"{FOLDER}:{ROOT}", "MPLBACKEND": "agg"}
-    result = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(sources("code")), cwd=tmp_path, env=settings, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
+    result = run_python("-c", RUN, input=json.dumps(sources("code")), cwd=tmp_path, env=settings)
     assert result.returncode == 0, result.stderr[-2000:]
     *said, last = result.stdout.splitlines()
     accuracy, num_parameters = json.loads(last)

@@ -3,14 +3,12 @@
 import ast
 import importlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 import reinforce_ada_jax as ada
 from tests import sharing
-from tests.running import ROOT
+from tests.running import ROOT, run_python
 
 DOCUMENT = (ROOT / "docs" / "api.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
@@ -21,12 +19,7 @@ def test_importing_loads_no_jax_and_takes_no_time():
         "import time, sys, reinforce_ada_jax; print(time.process_time(), 'jax' in sys.modules, 'numpy' in sys.modules)"
     )
     before = "import time; print(time.process_time())"
-    start, run = (
-        subprocess.run(
-            [sys.executable, "-c", text], cwd=ROOT, check=True, capture_output=True, text=True
-        ).stdout.split()
-        for text in (before, code)
-    )
+    start, run = (run_python("-c", text).stdout.split() for text in (before, code))
     assert run[1:] == ["False", "False"]
     assert float(run[0]) - float(start[0]) < 0.3
 

@@ -1,12 +1,11 @@
 """`make torture` in small: every part tries something and loses nothing; and what is lost is seen."""
 
+import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.running import ROOT
+from tests.running import run_python
 
 LEAKS = """
 import pathlib, subprocess, sys, tempfile
@@ -32,15 +31,9 @@ for leak in ("", "process", "orphan", "file", "descriptor"):
 """
 
 
-def run_python(*arguments: str, limit_s: float) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit_s
-    )
-
-
 @pytest.mark.slow
 def test_nothing_is_lost():
-    done = run_python("-m", "dev.torture", "--minutes=4", "--seed=1", limit_s=1800)
+    done = run_python("-m", "dev.torture", "--minutes=4", "--seed=1", timeout=1800, env=dict(os.environ))
     rows = re.findall(r"^(\w+) +(\d+) +(\d+) +(\d+) +\d+$", done.stdout, re.MULTILINE)
     assert done.returncode == 0, done.stdout
     names = {"kills", "drawers", "checkpoints", "disk", "folders", "files", "parsers", "commands", "graders", "clients"}
@@ -52,7 +45,7 @@ def test_nothing_is_lost():
 
 @pytest.mark.slow
 def test_losses_and_leaks_are_seen():
-    done = run_python("-c", LEAKS, limit_s=120)
+    done = run_python("-c", LEAKS, timeout=120, env=dict(os.environ))
     assert done.stdout.splitlines() == [
         " 3 ['wrong: AssertionError: ']",
         "process 3 ['wrong: AssertionError: ', 'what is left: AssertionError: processes']",

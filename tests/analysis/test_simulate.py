@@ -2,8 +2,7 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
+import types
 import warnings
 
 import numpy as np
@@ -14,24 +13,17 @@ from reinforce_ada_jax import cli, simulate
 from reinforce_ada_jax.analysis.enumeration import expectations, progress
 from reinforce_ada_jax.analysis.inputs import strategy_settings
 from reinforce_ada_jax.config import CollectionConfig
-from tests.running import ROOT, environment, refused
+from tests.running import refused, run_python
 
 
-def run(*arguments: str) -> None:
+def run(*arguments: str, command: types.ModuleType = simulate) -> None:
     """The command in this process."""
     values = flags.FlagValues()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of how ml_collections loads a file
-        simulate.define_flags(values)
-        values(["simulate", *arguments])
-    simulate.main(values)
-
-
-def run_command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "reinforce_ada_jax.simulate", *arguments], cwd=ROOT, env=environment(),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        command.define_flags(values)
+        values(["command", *arguments])
+    command.main(values)
 
 
 def lines_after(text: str, title: str) -> list[list[str]]:
@@ -122,7 +114,7 @@ def test_a_config_file_and_flags_over_it():
         "--samples_per_round=4",
         "--strategy=balance",
     )
-    shown = run_command(*flag, "--pass_rates=0.5", "--k_pos=1")
+    shown = run_python("-m", "reinforce_ada_jax.simulate", *flag, "--pass_rates=0.5", "--k_pos=1")
     assert (shown.returncode, shown.stderr) == (0, "")
     first = "balance: groups of 4, at most 8 draws, objective identity; rounds of 4 until 1 correct and 2 wrong"
     assert shown.stdout.splitlines()[0] == first
@@ -145,8 +137,8 @@ def test_a_users_strategy(tmp_path, capsys):
 
 def test_the_command_loads_no_jax():
     code = "import sys, reinforce_ada_jax.simulate; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert {"jax", "jaxlib", "flax"}.isdisjoint(loaded.split())
+    loaded = run_python("-c", code).stdout.split()
+    assert "reinforce_ada_jax.simulate" in loaded and {"jax", "jaxlib", "flax"}.isdisjoint(loaded)
 
 
 # ---- prompt sets -----------------------------------------------------------------------------------------------------
@@ -239,7 +231,7 @@ def test_mistakes(capsys, arguments, parts):
 
 
 def test_a_mistake_at_the_terminal():
-    shown = run_command("--group_size=why")
+    shown = run_python("-m", "reinforce_ada_jax.simulate", "--group_size=why")
     assert shown.returncode == cli.BAD_INPUT and shown.stdout == ""
     assert shown.stderr == "error: --group_size is 'why'; it must be a whole number.\n"
 

@@ -1,13 +1,11 @@
 """The studies of docs/: their expectations against numbers worked by hand, and what they write and refuse."""
 
-import json
+import functools
 import math
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from absl import flags
 
 from bench import learning_curves, objective_studies, selection_studies, studies
 from bench.learning_curves import Curve, average, draw_counts, population
@@ -17,19 +15,13 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.config import CollectionConfig
 from tests import standins
+from tests.analysis import test_simulate
 from tests.analysis.test_simulate import lines_after, result
 from tests.collection.test_objectives import OBJECTIVES
 from tests.running import refused
 
-
-def run(*arguments: str) -> None:
-    """The command in this process."""
-    values = flags.FlagValues()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of how ml_collections loads a file
-        studies.define_flags(values)
-        values(["studies", *arguments])
-    studies.main(values)
+run = functools.partial(test_simulate.run, command=studies)
+prompt_file = test_simulate.prompt_file
 
 
 def config(strategy: str, **settings: object) -> SimpleNamespace:
@@ -199,16 +191,6 @@ def test_average():
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def prompt_file(tmp_path):
-    """Four prompts with pass rates, a blank line, and two without."""
-    rates = [0.0, 0.05, 0.5, 1.0, None]
-    lines = [json.dumps({"id": str(i), "pass_rate": rate}) for i, rate in enumerate(rates)]
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join([*lines[:2], "", *lines[2:], '{"id": "x"}']) + "\n")
-    return file
 
 
 def test_the_study_of_zero_variance(prompt_file, tmp_path, capsys):

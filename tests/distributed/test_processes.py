@@ -6,7 +6,6 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import time
 
 import jax
@@ -24,7 +23,7 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from tests import forked, hosts
 from tests.hosts import finished
-from tests.running import assert_same_state, cipher_file, environment, reproducible, restored, saved_config
+from tests.running import assert_same_state, cipher_file, environment, free_port, reproducible, restored, saved_config
 
 SMALL = {
     "iterations": 3, "checkpoint.every": 2, "evaluation.every": 3, "evaluation.samples": 1, "sampling.slots": 32,
@@ -396,9 +395,7 @@ with processes.joined(cluster=False):
 
 
 def joining(host, *arguments, script=JOIN):
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        free.bind((host.strip("[]"), 0))
-        address = f"{host}:{free.getsockname()[1]}"
+    address = f"{host}:{free_port(host.strip('[]'))}"
     processes = []
     for index in range(2):
         given = {processes_lib.ADDRESS: address, processes_lib.COUNT: "2", processes_lib.INDEX: str(index)}
@@ -485,9 +482,7 @@ def test_a_process_that_dies_in_the_start_ends_the_others(when, said):
 
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_who_waits_for_a_process_that_never_starts_says_so_in_a_line(index):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     given = {processes_lib.ADDRESS: address, processes_lib.COUNT: "2", processes_lib.INDEX: str(index)}
     result = forked.run(["-c", JOIN, ""], environment() | given | {processes_lib.JOIN: "2"})
     assert result.returncode == RESTART

@@ -2,8 +2,6 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -14,7 +12,7 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.buckets import BucketError
 from tests import standins
 from tests.bucket_server import Buckets, serving
-from tests.running import ROOT, environment
+from tests.running import environment, run_python
 
 # Four starts, between which JAX forgets its programs; prints the result, and how many were compiled and read.
 PROGRAM = """
@@ -43,10 +41,7 @@ start()
 
 def test_second_start_compiles_nothing_and_damage_is_repaired(tmp_path):
     env = {name: value for name, value in environment().items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, env=env | {"XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python("-c", PROGRAM, str(tmp_path), env=env | {"XDG_CACHE_HOME": str(tmp_path)})
     # JAX's own cache would warn of the damaged entry, at this and at every later start.
     assert (done.stdout.split("\n"), done.stderr) == (["9.0 1 0", "9.0 0 1", "9.0 1 0", "9.0 0 1", ""], "")
     (folder,) = (tmp_path / "reinforce_ada_jax" / "programs").iterdir()
@@ -214,10 +209,7 @@ for _ in range(2):
 
 def test_a_node_that_replaces_another_compiles_nothing(server, tmp_path):
     env = {name: value for name, value in environment().items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
-    done = subprocess.run(
-        [sys.executable, "-c", NODES], cwd=ROOT, env=env | {"XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python("-c", NODES, env=env | {"XDG_CACHE_HOME": str(tmp_path)})
     assert (done.stdout.split("\n"), done.stderr) == (["9.0 1 0", "9.0 0 1", ""], "")
     (name,) = server.names("gs://programs/nodes")
     assert name.startswith(f"{program_cache._machine()}/")

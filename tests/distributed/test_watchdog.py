@@ -15,7 +15,7 @@ from reinforce_ada_jax.cli import BAD_INPUT
 from reinforce_ada_jax.distributed import watchdog
 from reinforce_ada_jax.distributed.watchdog import RESTART, Watchdog
 from tests import standins
-from tests.running import ROOT, environment
+from tests.running import ROOT, environment, free_port
 
 # Reads its commands from standard input: what a process of a run does, without the run.
 PROCESS = """
@@ -268,9 +268,7 @@ def test_who_never_comes_is_named(monkeypatch):
 
 
 def test_where_it_can_not_connect_is_named():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(ValueError, match=rf"process 1 of 2 can't .* 127.0.0.1, port {port} \(.*refused\).*all ports"):
         Watchdog(1, 2).connect("127.0.0.1", f"{port} {'00' * 16}")
     with pytest.raises(ValueError, match=r"at no-host.invalid, port 9 \(.+\)\. .*all ports from 1024 up"):

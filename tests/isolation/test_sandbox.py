@@ -3,12 +3,11 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
-from tests.running import ROOT
+from tests.running import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are namespaces and filters on Linux only")
 
@@ -38,9 +37,7 @@ def others_may_run(path):
 
 
 def test_without_namespaces_the_filter_and_the_limits_remain():
-    command = [sys.executable, "-c", WITHOUT_NAMESPACES]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found = json.loads(result.stdout)
+    found = json.loads(run_python("-c", WITHOUT_NAMESPACES).stdout)
     assert found.pop("weakness") == "[Errno 1] unshare: Operation not permitted"
     if os.getuid() == 0 and not others_may_run(sys.executable):
         assert found == {"error": f"[Errno 13] Permission denied: {sys.executable!r}"}  # it never runs as root

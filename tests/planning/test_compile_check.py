@@ -3,8 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import subprocess
-import sys
 import types
 
 import jax
@@ -27,7 +25,7 @@ from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training import components as components_lib
 from tests import standins
 from tests.policy import ggufs
-from tests.running import CONFIGS, ROOT, environment, load, refused, tiny
+from tests.running import CONFIGS, environment, load, refused, run_python, tiny
 from tests.sampling import tiny as tiny_engine
 
 SIZES = dict(
@@ -395,10 +393,7 @@ SMALL = SIZES | dict(vocab_size=512, hidden_size=256, intermediate_size=512, num
 def run(tmp_path, *arguments):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     options = ["--config=configs/tiny.py", f"--model={tmp_path}"]
-    return subprocess.run(
-        [sys.executable, "-m", "reinforce_ada_jax.compile_check", *options, *arguments],
-        cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return run_python("-m", "reinforce_ada_jax.compile_check", *options, *arguments, env=environment(""))
 
 
 @needs_libtpu
@@ -441,8 +436,7 @@ def test_eight_chips_are_one_host():
     count = "from reinforce_ada_jax.planning.compilation import topology_devices\n"
     count += "for name in ('v5e:2x4', 'v6e:2x4', 'v5e:4x4'):\n"
     count += "    print(len({device.process_index for device in topology_devices(name)}))"
-    command = [sys.executable, "-c", count]
-    result = subprocess.run(command, cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False)
+    result = run_python("-c", count, env=environment(""))
     assert result.stdout.split() == ["1", "1", "4"], result.stderr
 
 
@@ -502,10 +496,7 @@ def test_published_runs_fit(tmp_path, topology, name, changes):
     file = tmp_path / "results.json"
     arguments = [f"--config=configs/{name}.py", f"--topology={topology}", f"--json={file}"]
     arguments += [f"--config.{key}={value}" for key, value in {"evaluation.benchmarks": "()", **changes}.items()]
-    result = subprocess.run(
-        [sys.executable, "-m", "reinforce_ada_jax.compile_check", *arguments],
-        cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    result = run_python("-m", "reinforce_ada_jax.compile_check", *arguments, env=environment(""))
     assert result.returncode == 0, result.stdout + result.stderr
     outcomes = json.loads(file.read_text())
     assert all(outcome["fits"] for outcome in outcomes)

@@ -2,13 +2,11 @@
 
 import ast
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
 from tests.compiled_collectives import by_loop
-from tests.running import ROOT, environment
+from tests.running import environment, run_python
 
 # The window of a model of two layers on four chips: two replicas of two chips.
 PROGRAM = """
@@ -36,9 +34,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 
 @needs_libtpu
 def test_collectives_of_a_token():
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False
-    )
+    result = run_python("-c", PROGRAM, env=environment(""))
     assert result.returncode == 0, result.stderr
     found = ast.literal_eval(result.stdout.splitlines()[-1])
     # In a branch for top-k and top-p, which training does not take, a vocabulary is sorted.

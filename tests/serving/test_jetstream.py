@@ -2,7 +2,6 @@
 
 import logging
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 
 from reinforce_ada_jax.serving import jetstream
 from tests import standins
-from tests.running import ROOT
+from tests.running import run_python
 
 
 def test_the_orchestrator_leaves_the_root_logger_alone(monkeypatch):
@@ -27,8 +26,7 @@ def test_the_orchestrator_leaves_the_root_logger_alone(monkeypatch):
 def test_training_needs_neither_jetstream_nor_what_it_imports():
     code = "import sys; sys.modules['jetstream'] = sys.modules['tiktoken'] = None\n"
     code += "import reinforce_ada_jax.train, reinforce_ada_jax.sampling.engine; print('imported')"
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert said == "imported\n"
+    assert run_python("-c", code).stdout == "imported\n"
 
 
 def test_the_generate_thread_survives_that_all_requests_end_at_once():

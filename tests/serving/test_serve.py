@@ -31,7 +31,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests import forked, standins
 from tests.forked import Forked
-from tests.running import environment, refused
+from tests.running import environment, free_port, refused
 from tests.test_docs import code_block
 
 pb2, pb2_grpc = jetstream.protocol()
@@ -516,7 +516,4 @@ def test_a_public_address_is_called_that():
 
 
 def test_bind_lets_a_free_port_through():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    bind("127.0.0.1", port).close()
+    bind("127.0.0.1", free_port()).close()

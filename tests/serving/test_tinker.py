@@ -39,7 +39,7 @@ from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import worker as worker_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker.app import App  # noqa: E402
 from reinforce_ada_jax.training.components import ASSETS  # noqa: E402
-from tests.running import ROOT, environment  # noqa: E402
+from tests.running import ROOT, environment, free_port  # noqa: E402
 from tests.test_docs import code_block  # noqa: E402
 
 # The client 0.38.0 leaves the connection of its first request to the garbage collector.
@@ -574,12 +574,6 @@ def test_ten_kills_between_and_during_requests_change_no_bit(tmp_path):
             process.kill()
             process.communicate()
     assert found[0] == found[1]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_the_page_is_what_a_client_does(server):

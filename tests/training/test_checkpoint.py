@@ -35,7 +35,7 @@ from reinforce_ada_jax.training.save_times import SaveTimes
 from reinforce_ada_jax.training.state import abstract_state
 from reinforce_ada_jax.training.workdir import WorkdirLock
 from tests import standins
-from tests.running import ROOT, environment, tiny, train
+from tests.running import ROOT, environment, run_python, tiny, train
 
 # Orbax leaves coroutines behind that were never awaited where one of many reads or writes fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -637,6 +637,5 @@ print(most - before)
 
 @pytest.mark.slow
 def test_a_save_on_a_cpu_copies_a_part_of_the_state_at_a_time(tmp_path):
-    command = [sys.executable, "-c", SAVE, str(tmp_path), str(2**26)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    done = run_python("-c", SAVE, str(tmp_path), str(2**26))
     assert int(done.stdout) < 0.6e9  # 0.4e9; without the limit 1.3e9, with all fingerprints in one program 1.6e9

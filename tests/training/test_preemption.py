@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from reinforce_ada_jax.collection.serialization import from_bytes
 from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from tests.forked import Forked
-from tests.running import assert_same_state, environment, reproducible, texts
+from tests.running import assert_same_state, environment, free_port, reproducible, texts
 
 SETTINGS = {
     "iterations": 24, "checkpoint.every": 4, "evaluation.every": 4,
@@ -90,9 +89,7 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 
 def start(workdir, count, how, **changes):
     """Returns the processes of a run, each with one device; `how` says how each one is started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     flags = ["--config=configs/tiny.py", f"--workdir={workdir}"]
     flags += [f"--config.{key}={value}" for key, value in (SETTINGS | OF_PROCESSES[count] | changes).items()]
     started = []
