@@ -31,11 +31,11 @@ def clock(patch: pytest.MonkeyPatch, module: types.ModuleType) -> types.SimpleNa
 
 
 @contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """A write beyond the first 50,000 bytes of a file fails, as on a full disk."""
+def full_disk(room: int = 50_000) -> Iterator[None]:
+    """A write beyond the first `room` bytes of a file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
         yield
     finally:

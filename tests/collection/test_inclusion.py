@@ -17,13 +17,13 @@ SIZES = {
 }
 
 
-def pieces(pi, order):
-    """Every sample that the random number can give, with its probability: it changes where an end has this fraction."""
+def points(pi, order):
+    """A random number of each sample, and the sample's probability: it changes where an end has this fraction."""
     cuts = np.unique(
         np.concatenate([[0.0, 1.0], np.cumsum(pi[order]) % 1.0, np.cumsum(pi[order][pi[order] < 1]) % 1.0])
     )
     for begin, end in itertools.pairwise(cuts):
-        yield systematic_sample(pi, order, (begin + end) / 2), end - begin
+        yield (begin + end) / 2, end - begin
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -35,7 +35,8 @@ def test_each_prompt_is_included_with_its_probability_and_never_twice(name, coun
     assert pi.min() >= 0.25 * count / size - 1e-12
     for _ in range(5):
         order, included, counted = RNG.permutation(size), np.zeros(size), np.zeros(size)
-        for sample, probability in pieces(pi, order):
+        for point, probability in points(pi, order):
+            sample = systematic_sample(pi, order, point)
             assert len(sample) == len(set(sample.tolist())) == count
             included[sample] += probability
             counted[sample] += probability * count / (size * pi[sample]) / count

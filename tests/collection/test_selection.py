@@ -1,7 +1,6 @@
 """Selections of prompts: shuffled epochs in their order, and the interface for a user's own."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
@@ -20,6 +19,7 @@ from reinforce_ada_jax.collection.selection import (
 )
 from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+from tests.collection.test_inclusion import points
 from tests.scripted_rng import ScriptedRng
 
 
@@ -285,16 +285,12 @@ def group_of(prompt, verdicts, advantages=(1.0,), weight=1.0, logprob=0.0, token
 
 def expected_factors(selection, count, size, order):
     """The expected factor of each prompt, divided by `count`: its weight in the mean over the iteration's prompts."""
-    pi = selection.probabilities(count)
-    cuts = np.unique(
-        np.concatenate([[0.0, 1.0], np.cumsum(pi[order]) % 1.0, np.cumsum(pi[order][pi[order] < 1]) % 1.0])
-    )
     expected, plain = np.zeros(size), np.zeros(size)
-    for begin, end in itertools.pairwise(cuts):
-        choice = selection.choose(count, ScriptedRng(order, (begin + end) / 2))
+    for point, probability in points(selection.probabilities(count), order):
+        choice = selection.choose(count, ScriptedRng(order, point))
         for prompt, weight in zip(choice.prompts, choice.weights, strict=True):
-            expected[int(prompt.id)] += (end - begin) * weight / count
-            plain[int(prompt.id)] += (end - begin) / count
+            expected[int(prompt.id)] += probability * weight / count
+            plain[int(prompt.id)] += probability / count
     return expected, plain
 
 

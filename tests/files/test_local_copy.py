@@ -3,13 +3,11 @@
 import contextlib
 import os
 import pathlib
-import resource
 import shutil
 import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +15,7 @@ from reinforce_ada_jax.files import buckets, local_copy
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.files.lease import LostError
 from reinforce_ada_jax.files.local_copy import LocalCopy
+from tests import standins
 from tests.bucket_server import files_of, needs_gcsfs
 
 pytestmark = needs_gcsfs
@@ -153,22 +152,11 @@ def test_nothing_is_lost_where_one_request_in_twenty_fails(server):
 ROOM = 2**17
 
 
-@contextlib.contextmanager
-def no_room() -> Iterator[None]:
-    """No file of this process may have more than `ROOM` bytes, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_without_room_for_the_last_upload_the_files_are_kept_and_named(server):
     copy = LocalCopy("gs://full/run")
     (copy.folder / "metrics.jsonl").write_bytes(bytes(2 * ROOM))
     with pytest.raises(buckets.BucketError, match=r"The newest files are in (.*): copy them to gs://full/run") as error:
-        with no_room():
+        with standins.full_disk(ROOM):
             copy.close()
     kept = pathlib.Path(str(error.value).split(" are in ")[1].split(": copy")[0])
     assert (kept / "metrics.jsonl").stat().st_size == 2 * ROOM and server.names("gs://full/run") == []
@@ -178,7 +166,7 @@ def test_without_room_for_the_last_upload_the_files_are_kept_and_named(server):
 def test_uploads_go_on_when_there_is_room_again(server):
     copy, failed = LocalCopy("gs://room/run", every_s=0.02), threading.Semaphore(0)
     (copy.folder / "samples").write_bytes(bytes(2 * ROOM))
-    with no_room():
+    with standins.full_disk(ROOM):
         copy.may_upload = failed.release
         for _ in range(3):  # tries after the first one that failed
             assert failed.acquire(timeout=20)

@@ -34,6 +34,7 @@ from tests.compiled_collectives import by_loop
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
 from tests.policy.recording import replaying
+from tests.sampling.test_routes import chosen
 
 ARCHITECTURE, PARAMS, _ = recording.golden("qwen2")
 TEMPERATURE = 0.7
@@ -492,13 +493,7 @@ def test_experts_on_several_devices_are_those_of_one(family, mesh, gathers):
 def test_the_record_decides_which_experts_score_a_token():
     architecture, params, _ = recording.golden("qwen3_moe")
     of, rows = learner(architecture=architecture), replaying(architecture, batch())
-    positions = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1]), rows.tokens.shape)
-    values = transformer.run(
-        transformer.merge(architecture, params), rows.tokens, positions,
-        transformer.of_rows(transformer.causal_attend),
-        execution=transformer.Execution(jnp.float32), routing=experts.Routing(records=True),
-    )[2]  # fmt: skip
-    own = score(of, rows.replace(experts=np.asarray(experts.record(architecture, values.chosen))), params)
+    own = score(of, rows.replace(experts=np.asarray(chosen(architecture, params, rows.tokens))), params)
     np.testing.assert_allclose(own, score(of, batch(), params), atol=1e-6)
     nothing = score(of, rows.replace(experts=experts.empty_record(architecture, *rows.tokens.shape)), params)
     np.testing.assert_allclose(nothing, own, atol=1e-6)

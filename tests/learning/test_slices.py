@@ -1,6 +1,5 @@
 """Meshes over several slices: the numbers of one device, and one sum over the network between slices an update."""
 
-import functools
 import types
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import transformer
 from tests.compiled_collectives import by_loop
-from tests.learning.test_context import axes, batch, learner, results
+from tests.learning.test_context import assert_numbers_of_one_device, axes, batch, learner
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
 
@@ -31,14 +30,7 @@ from tests.policy.adapting import ALL, random_adapters
     ],
 )
 def test_slices_give_the_numbers_of_one_device(family, split, rank):
-    (scores, gradient, metrics), (of_one, gradient_of_one, metrics_of_one) = (
-        results(family, each, rank) for each in (split, ())
-    )
-    np.testing.assert_allclose(scores, of_one, rtol=2e-5, atol=2e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), metrics, metrics_of_one)
-    differences = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), gradient, gradient_of_one)
-    assert all(difference < 1e-5 for difference in jax.tree.leaves(differences))
-    assert metrics.grad_norm > 0.1
+    assert_numbers_of_one_device(family, split, rank, tolerance=2e-5)
 
 
 def collectives(split, rank=0):

@@ -21,22 +21,12 @@ from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import init
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training import components as components_lib
 from tests import standins
+from tests.planning.test_roofline import OPTIONS, SIZES
 from tests.policy import ggufs
 from tests.running import CONFIGS, environment, load, refused, run_python, tiny
 from tests.sampling import tiny as tiny_engine
-
-SIZES = dict(
-    model_type="qwen2", vocab_size=10, hidden_size=4, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1,
-)  # fmt: skip
-OPTIONS = EngineOptions(
-    slots=3, window=4, page_size=4, pages=9, open_prompts=3, prefill_tokens=8, max_prompt_tokens=8,
-    max_response_tokens=8, stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
-)  # fmt: skip
-
 
 # As the models' cards have them.
 PARAMETERS = {

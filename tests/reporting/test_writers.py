@@ -10,6 +10,7 @@ import pytest
 
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.reporting.writers import MetricsWriter
+from tests import standins
 
 
 def writer(workdir, last_iteration, trackers=""):
@@ -37,17 +38,12 @@ def test_iterations_without_a_line_are_counted(tmp_path):
 
 @pytest.mark.parametrize("trackers", ["", "tensorboard"])
 def test_a_full_disk_is_an_error_of_the_write_and_not_of_closing(tmp_path, trackers):
-    resource = pytest.importorskip("resource")
     lines = writer(tmp_path, 0, trackers)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a write beyond it fails, as on a full disk
-    try:
+    with standins.full_disk(2000):
         with pytest.raises(OSError, match="File too large"):
             for iteration in range(1, 200):
                 (lines.plot if trackers else lines.write)(iteration, {"update/loss": 0.5})
         lines.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("ending", ["", '{"iteration": 5, "upd'])

@@ -12,8 +12,8 @@ from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.sampling import blocks as blocks_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.blocks import Blocks
-from reinforce_ada_jax.sampling.state import Sampling
 from reinforce_ada_jax.sampling.token import address
+from tests.sampling.test_token import sampling_of
 
 MANY = 40_000
 # 22 tokens in two groups of 11. Blocks of the first are {0, 4, 8}, {1, 5, 9}, {2, 6, 10} and {3, 7}.
@@ -32,13 +32,6 @@ def all_keys():
 
 def keys_of(draws):
     return all_keys()[:draws]
-
-
-def sampling_of(rows=MANY, temperature=1.0, top_k=0, top_p=1.0):
-    return Sampling(
-        max_tokens=np.ones(rows, np.int32), temperature=np.full(rows, temperature, np.float32),
-        top_k=np.full(rows, top_k, np.int32), top_p=np.full(rows, top_p, np.float32),
-    )  # fmt: skip
 
 
 @jax.jit(static_argnames="blocks")

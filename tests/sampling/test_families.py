@@ -63,15 +63,6 @@ def test_eight_devices_that_split_experts_draw_the_likeliest_tokens_of_one(famil
         assert_apart(engine)
 
 
-def in_rows(pools):
-    """([(tokens of the prompt, response)], [B, T] both in rows of one length, which have one program)."""
-    drawn = [(pool.prompt.tokens, response) for pool in pools for response in pool.responses]
-    rows = np.zeros((len(drawn), tiny.OPTIONS.max_prompt_tokens + tiny.LIMIT), np.int32)
-    for row, (prompt, response) in zip(rows, drawn, strict=True):
-        row[: len(prompt) + len(response.tokens)] = [*prompt, *response.tokens]
-    return [(len(prompt), response) for prompt, response in drawn], rows
-
-
 def check_logprobs(family, tensor, *, replicas=1, temperature=1.0, **changes):
     architecture, params, _ = recording.golden(family)
     mesh = mesh_lib.make_mesh(fsdp=replicas, tensor=tensor)
@@ -85,12 +76,11 @@ def check_logprobs(family, tensor, *, replicas=1, temperature=1.0, **changes):
     pools = tiny.collect_pools(
         rollouts, tiny.strategies.fixed(3), prompts=prompts, params=placed, temperature=temperature
     )
-    drawn, rows = in_rows(pools)
+    drawn, rows = tiny.in_rows(pools)
     logprobs = np.asarray(
         jax.nn.log_softmax(jax.jit(functools.partial(transformer.logits, architecture))(params, rows))
     )
-    for row, (start, response) in enumerate(drawn):
-        places = start - 1 + np.arange(len(response.tokens)), response.tokens
+    for row, (places, response) in enumerate(drawn):
         np.testing.assert_allclose(response.logprobs, logprobs[row][places], rtol=0, atol=1e-4)
         if temperature == 0:
             np.testing.assert_array_equal(response.tokens, logprobs[row][places[0]].argmax(-1))
@@ -111,15 +101,14 @@ def test_on_a_cpu_an_engine_in_bfloat16_agrees_with_the_learner(family):
     pools = tiny.collect_pools(Rollouts(engine), tiny.strategies.fixed(3), prompts=tiny.PROMPTS[2:4], params=params)
     model = transformer.merge(architecture, params)
 
-    drawn, rows = in_rows(pools)
+    drawn, rows = tiny.in_rows(pools)
 
     def logprobs(rounds):
         hidden = transformer.hidden_states(model, rows, execution=transformer.Execution(jnp.float32, rounds))
         return np.asarray(jax.nn.log_softmax(transformer.head_logits(model, hidden)))
 
     learners, exact, gaps, changes = logprobs(True), logprobs(False), [], []
-    for row, (start, response) in enumerate(drawn):
-        places = start - 1 + np.arange(len(response.tokens)), response.tokens
+    for row, (places, response) in enumerate(drawn):
         gaps.extend(np.abs(response.logprobs - learners[row][places]))
         changes.extend(np.abs(learners[row][places] - exact[row][places]))
     assert np.mean(gaps) < 0.3 * np.mean(changes)

@@ -37,14 +37,10 @@ def collected(family, tensor=1, **changes):
     rollouts = Rollouts(Engine(architecture, options, mesh=mesh))
     placed = jax.device_put(params, transformer.param_shardings(architecture, mesh))
     pools = tiny.collect_pools(rollouts, tiny.strategies.fixed(4), prompts=PROMPTS, params=placed)
-    drawn = [(pool.prompt.tokens, response) for pool in pools for response in pool.responses]
-    rows = np.zeros((len(drawn), LONGEST + tiny.LIMIT), np.int32)
-    for row, (prompt, response) in zip(rows, drawn, strict=True):
-        row[: len(prompt) + len(response.tokens)] = [*prompt, *response.tokens]
+    drawn, rows = tiny.in_rows(pools, LONGEST)
     logits = jax.jit(functools.partial(transformer.logits, architecture))(params, rows)
     logprobs, gaps = np.asarray(jax.nn.log_softmax(logits)), []
-    for row, (prompt, response) in zip(logprobs, drawn, strict=True):
-        places = len(prompt) - 1 + np.arange(len(response.tokens)), response.tokens
+    for row, (places, response) in zip(logprobs, drawn, strict=True):
         gaps.extend(np.abs(response.logprobs - row[places]))
     assert max(len(response.tokens) for _, response in drawn) == tiny.LIMIT
     return pools, max(gaps), rollouts.counts

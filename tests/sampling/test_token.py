@@ -16,6 +16,14 @@ MANY = 20_000
 draw_keys, perturbed_scores = jax.jit(token_lib.draw_keys), jax.jit(token_lib.perturbed_scores)
 
 
+def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0):
+    """The same sampling for each of the rows."""
+    return Sampling(
+        max_tokens=np.ones(rows, np.int32), temperature=np.full(rows, temperature, np.float32),
+        top_k=np.full(rows, top_k, np.int32), top_p=np.full(rows, top_p, np.float32),
+    )  # fmt: skip
+
+
 @jax.jit
 def _sample(logits, keys, positions, sampling):
     return token_lib.sample(token_lib.next_logprobs(logits, sampling.temperature), keys, positions, sampling)
@@ -23,12 +31,7 @@ def _sample(logits, keys, positions, sampling):
 
 def sample(logits, keys, positions, temperature, *, top_k=0, top_p=1.0):
     """Samples from logits, with the same sampling for every row."""
-    rows = len(logits)
-    sampling = Sampling(
-        max_tokens=np.ones(rows, np.int32), temperature=np.full(rows, temperature, np.float32),
-        top_k=np.full(rows, top_k, np.int32), top_p=np.full(rows, top_p, np.float32),
-    )  # fmt: skip
-    return _sample(logits, keys, positions, sampling)
+    return _sample(logits, keys, positions, sampling_of(len(logits), temperature, top_k, top_p))
 
 
 def keys_of(stream_word=0, prompt_id="p", draws=MANY, seed=0):

@@ -114,6 +114,16 @@ def samples(pools) -> Samples:
     return {(pool.prompt.id, response.draw): response for pool in pools for response in pool.responses}
 
 
+def in_rows(pools, max_prompt_tokens=OPTIONS.max_prompt_tokens):
+    """([(place and id of each token, response)], [B, T] prompts and responses in rows of one length: one program)."""
+    drawn = [(pool.prompt.tokens, response) for pool in pools for response in pool.responses]
+    rows = np.zeros((len(drawn), max_prompt_tokens + LIMIT), np.int32)
+    for row, (prompt, response) in zip(rows, drawn, strict=True):
+        row[: len(prompt) + len(response.tokens)] = [*prompt, *response.tokens]
+    # The log-probability of a token is at the place before it.
+    return [((len(p) - 1 + np.arange(len(r.tokens)), r.tokens), r) for p, r in drawn], rows
+
+
 def draw(rollouts, *, draws=DRAWS, **how) -> Samples:
     """Makes `draws` draws of every prompt, in one round."""
     return samples(collect_pools(rollouts, strategies.fixed(draws), **how))

@@ -6,15 +6,10 @@ import pytest
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.serving.tinker.adapters import AdapterBank
 from tests.policy import recording
 from tests.policy.adapting import random_adapters
-
-OPTIONS = EngineOptions(
-    slots=1, window=4, page_size=4, pages=9, open_prompts=1, prefill_tokens=8, max_prompt_tokens=8,
-    max_response_tokens=8, stop_ids=(0,), seed=0, dtype="float32", attention="jnp",
-)  # fmt: skip
+from tests.serving.test_failures import OPTIONS
 
 
 def test_an_adapter_that_does_not_fit_takes_no_place():
