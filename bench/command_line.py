@@ -67,11 +67,7 @@ def report(name: str, result: dict[str, Any], file: str | None) -> None:
 
 
 def start(
-    name: str,
-    run: RunFn,
-    *,
-    before: Callable[[flags.FlagValues], None] | None = None,
-    auto_dtype: str | None = None,
+    name: str, run: RunFn, *, before: Callable[[flags.FlagValues], None] | None = None, auto_dtype: str | None = None
 ) -> None:
     """Runs the command `python -m bench.NAME`; `before` is called before JAX looks for devices."""
     options.define_flags(flags.FLAGS)

@@ -46,10 +46,7 @@ INTEGERS = {
     ),
     "prefill_tokens": (128, "Prompt tokens that a replica prefills before a decode step."),
     "drafts": (None, "Most tokens that a step of `rollout` guesses for a slot; default: as in a run."),
-    "repeat": (
-        None,
-        "Timed repetitions; 5 of `rollout`, `update` and `split`, 1 of `adaptive`, 3 of the others.",
-    ),
+    "repeat": (None, "Timed repetitions; 5 of `rollout`, `update` and `split`, 1 of `adaptive`, 3 of the others."),
     "requests": (
         None,
         "Number of prompts, if there is no --workload; default of `serve` 256, of `turns` four for each slot.",
@@ -67,10 +64,7 @@ INTEGERS = {
     "environment_tokens": (8, "Tokens of the environment between two turns, of the --response_tokens of `turns`."),
     "max_rounds": (4, "Most rounds of `adaptive`."),
     "hosts": (1, "Simulation: hosts that decode in step, each with --slots and a share of --prompts."),
-    "max_response_tokens": (
-        None,
-        "Simulation: token limit of responses; the prescribed lengths by default.",
-    ),
+    "max_response_tokens": (None, "Simulation: token limit of responses; the prescribed lengths by default."),
     "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
     "seed": (0, "Seed of workloads and random weights."),
     "seeds": (5, "Runs of `learning` for each algorithm."),

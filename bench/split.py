@@ -68,12 +68,7 @@ def _described(block: dict[str, Any]) -> str:
 
 
 def measure(
-    config: Config,
-    *,
-    repeat: int,
-    lengths: Lengths,
-    architecture: Architecture,
-    iterations: int = ITERATIONS,
+    config: Config, *, repeat: int, lengths: Lengths, architecture: Architecture, iterations: int = ITERATIONS
 ) -> dict[str, Any]:
     """Measures blocks of iterations of each variant in turns; the first block of each compiles and is not timed.
 

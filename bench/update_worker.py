@@ -71,13 +71,7 @@ class UpdateWorker:
     """A learner, its state and the minibatch."""
 
     def __init__(
-        self,
-        *,
-        model: str | None,
-        architecture: dict[str, Any],
-        sizes: dict[str, Any],
-        per_row: int,
-        devices: int,
+        self, *, model: str | None, architecture: dict[str, Any], sizes: dict[str, Any], per_row: int, devices: int
     ):
         """`sizes` has the fields of `Sizes`."""
         self.sizes = Sizes(**sizes)

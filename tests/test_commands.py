@@ -229,10 +229,7 @@ def test_a_users_strategy_that_does_not_go_with_the_devices(tmp_path, capsys):
             {"collection.prompts_per_iteration": 2048},
             ["takes 2,048 different prompts", "there are 1,024", "or add prompts"],
         ),
-        (
-            {"model.path": "Qwen/Qwen2.5-1.5B"},
-            ["Qwen/Qwen2.5-1.5B is not a folder", "can't be fetched"],
-        ),
+        ({"model.path": "Qwen/Qwen2.5-1.5B"}, ["Qwen/Qwen2.5-1.5B is not a folder", "can't be fetched"]),
         ({"data.template": "qwen_math"}, ["no chat template", "data.template='plain'"]),
         ({"mesh.data": 16}, ["mesh.data", "= 16", "8 devices", "lower one of them"]),
         ({"mesh.fsdp": 2, "mesh.tensor": 2}, ["'vocab' of size 133", "mesh.tensor = 2", "a divisor of 133"]),

@@ -295,13 +295,7 @@ SMALL = {
     "positive": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3},
     "balance": {"group_size": 3, "samples_per_round": 4, "max_rounds": 3},
     "balance_whole_pool": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3, "keep": "pool"},
-    "balance_log": {
-        "group_size": 2,
-        "samples_per_round": 3,
-        "max_rounds": 3,
-        "objective": "log",
-        "correction": "none",
-    },
+    "balance_log": {"group_size": 2, "samples_per_round": 3, "max_rounds": 3, "objective": "log", "correction": "none"},
     "positive_exact": {"group_size": 4, "samples_per_round": 3, "max_rounds": 3, "objective": "log"},
     "positive_exact_singles": {
         "group_size": 4,

@@ -59,9 +59,7 @@ def test_a_barrier_does_the_same_work(result):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "architecture"),
-    [(ONE_UPDATE, models.shaped("16x1")), (SMALL, None)],
-    ids=["made-up", "packaged"],
+    ("settings", "architecture"), [(ONE_UPDATE, models.shaped("16x1")), (SMALL, None)], ids=["made-up", "packaged"]
 )
 def test_one_iteration_by_its_phases(settings, architecture):
     config = tiny(**settings)

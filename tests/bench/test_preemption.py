@@ -75,13 +75,7 @@ def test_a_configuration_is_needed():
 def test_the_command_measures_each_phase_of_a_run(tmp_path):
     settings = {"evaluation.samples": 1, "model.numerics": "invariant", "sampling.slots": 32}
     flags = ["--config=configs/tiny.py", *(f"--config.{key}={value}" for key, value in settings.items())]
-    command = [
-        "-m",
-        "bench.preemption",
-        *flags,
-        "--repeat=1",
-        f"--json={tmp_path / 'out.json'}",
-    ]
+    command = ["-m", "bench.preemption", *flags, "--repeat=1", f"--json={tmp_path / 'out.json'}"]
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )

@@ -585,10 +585,7 @@ def test_rounds_completed_by_one_yield_are_verified_together_in_prompt_order():
 
     strategy = balance(group_size=2, samples_per_round=2, max_rounds=2)
     collect(make_prompts(2), sampler(4, lambda f: f[::-1]), verify, strategy)
-    assert calls == [
-        [("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1)],
-        [("p0", 2), ("p0", 3), ("p1", 2), ("p1", 3)],
-    ]
+    assert calls == [[("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1)], [("p0", 2), ("p0", 3), ("p1", 2), ("p1", 3)]]
 
 
 def test_closed_prompts_are_reported_once_and_progress_after_every_yield():

@@ -226,8 +226,7 @@ def test_the_whole_weight_at_the_observed_rate_in_closed_form(draws, rate):
 
 
 @pytest.mark.parametrize(
-    ("baseline", "heading"),
-    [("pool", "Baseline `pool`:"), ("leave_one_out", "Baseline `leave_one_out`:")],
+    ("baseline", "heading"), [("pool", "Baseline `pool`:"), ("leave_one_out", "Baseline `leave_one_out`:")]
 )
 def test_the_documented_table_is_the_computed_one(baseline, heading):
     computed = [

@@ -225,10 +225,7 @@ COLLECTION_MISTAKES = [
     ),
     ({"control_variate": "0.03"}, "it belongs to the correction exact"),
     *[({"control_variate": text}, f"is '{text}'; it must be none, noise, or a number") for text in ("constant", "nan")],
-    (
-        {"strategy": "best"},
-        "'best'; it must be one of grpo, positive, balance, .*, or name a function",
-    ),
+    ({"strategy": "best"}, "'best'; it must be one of grpo, positive, balance, .*, or name a function"),
     ({"keep": "all"}, "collection.keep is 'all'; it must be one of group, pool"),
     ({"baseline": "mean"}, "collection.baseline is 'mean'; it must be one of group, pool, leave_one_out, anchored"),
     ({"objective": "exp"}, "collection.objective is 'exp'; it must be one of identity, log, power"),
@@ -277,10 +274,7 @@ COLLECTION_MISTAKES = [
         {"strategy": "estimate", "objective": "power", "objective_alpha": 2.0, "objective_epsilon": 0.0},
         "the objective power.*above 0",
     ),
-    (
-        {"strategy": "ngu", "retry_probability": 1.0, "max_draws": 0},
-        "retried forever.*Lower the probability, or set a",
-    ),
+    ({"strategy": "ngu", "retry_probability": 1.0, "max_draws": 0}, "retried forever.*Lower the probability, or set a"),
     ({"strategy": "ngu", "retry_probability": 1.1}, r"retry_probability is 1.1; it must be in \[0, 1\]"),
     ({"strategy": "ngu", "max_draws": 3}, "max_draws is 3, less than one round of 4"),
     *[

@@ -45,10 +45,7 @@ def write(folder, *rows):
         (GOOD | {"id": "b", "problem": {LONG: LONG}}, r"problem is {'xxx"),
         (GOOD | {"id": "b", "pass_rate": LONG}, r"pass_rate is 'xxx"),
         (GOOD | {"id": "b", "prompt": [{"role": "user", "content": [LONG]}]}, r"in prompt is no message"),
-        (
-            GOOD | {"id": "b", "prompt": [{"role": "user", "content": None}]},
-            "in prompt is no message",
-        ),
+        (GOOD | {"id": "b", "prompt": [{"role": "user", "content": None}]}, "in prompt is no message"),
         ({f"{LONG}{index}"[-100_000:]: 1 for index in range(50)}, r"no problem: none of .*, \.\.\.\. Name the column"),
         ({"answer": "1", LONG: "1"}, r"no problem: none of"),
     ],

@@ -5,11 +5,7 @@ import json
 import pytest
 
 from reinforce_ada_jax.data import cipher
-from reinforce_ada_jax.data.prompts import (
-    benchmark_name,
-    load_problems,
-    tokenize,
-)
+from reinforce_ada_jax.data.prompts import benchmark_name, load_problems, tokenize
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 
 GOOD = {"id": "a", "problem": "1+1?", "answer": "2"}

@@ -173,10 +173,7 @@ def test_messages():
     """A chat has the system message, and the problem with its suffix."""
     assert Chat().messages("1+1?") == [
         {"role": "system", "content": r"Please reason step by step, and put your final answer within \boxed{}."},
-        {
-            "role": "user",
-            "content": r"1+1? Let's think step by step and output the final answer within \boxed{}.",
-        },
+        {"role": "user", "content": r"1+1? Let's think step by step and output the final answer within \boxed{}."},
     ]
     assert Chat("", "Go.").messages("1+1?") == [{"role": "user", "content": "1+1? Go."}]
     assert Chat("S", "").messages("1+1?") == [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1?"}]

@@ -53,10 +53,7 @@ def test_tokens_of_the_environment_are_inputs_only():
 
 def test_packed_trajectories():
     """Trajectories share a row with other responses, each behind its own prompt."""
-    examples = [
-        Example(np.array([5, 6], np.int32), trajectory()),
-        SHORT,
-    ]
+    examples = [Example(np.array([5, 6], np.int32), trajectory()), SHORT]
     batch = make_batch(examples, max_prompt_tokens=4, max_response_tokens=7, layout=RowLayout(3))
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 8, 2, 31, 32, 33, 9, 5, 9, 0]])
     # The second response is behind all eight tokens of the first sequence, and its column behind three.

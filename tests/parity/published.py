@@ -321,9 +321,4 @@ def draw(
 ) -> list[Pool]:
     """Draws `draws` responses for each prompt through the collection loop."""
     sample_fn = rollouts.sampler(params, stream=0, sampling=SamplingParams(limit, temperature))
-    return collect(
-        prompts,
-        sample_fn,
-        lambda pairs: [Verdict(True, 1.0)] * len(pairs),
-        strategies.fixed(draws),
-    )
+    return collect(prompts, sample_fn, lambda pairs: [Verdict(True, 1.0)] * len(pairs), strategies.fixed(draws))

@@ -414,11 +414,7 @@ def test_null_is_no_value():
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [
-        (MISTRAL_7B, (4096, 32)),
-        (MISTRAL_7B | {"model_type": "ministral"}, (4096, 32)),
-        (GPT_OSS_20B, (128, 12)),
-    ],
+    [(MISTRAL_7B, (4096, 32)), (MISTRAL_7B | {"model_type": "ministral"}, (4096, 32)), (GPT_OSS_20B, (128, 12))],
     ids=["mistral", "ministral", "gpt_oss"],
 )
 def test_windows_that_are_left_out_are_those_of_transformers(config, expected):

@@ -55,10 +55,7 @@ def test_options_are_those_of_the_configuration():
         of_gpu = replaced(config, {"model.compute_dtype": dtype, "sampling.attention": attention})
         assert engine_options(of_gpu, tiny.ARCHITECTURE, (3, 7)).apart == apart
     larger = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=20_000)
-    assert [engine_options(config, model, (3, 7)).widths for model in (tiny.ARCHITECTURE, larger)] == [
-        (4,),
-        (4, 2, 1),
-    ]
+    assert [engine_options(config, model, (3, 7)).widths for model in (tiny.ARCHITECTURE, larger)] == [(4,), (4, 2, 1)]
     barrier = replaced(config, {"collection.barrier": True, "collection.prompts_per_iteration": 8})
     assert engine_options(barrier, tiny.ARCHITECTURE, (3, 7)).open_prompts == 8
     # The state holds the numbers that are no part of the program.

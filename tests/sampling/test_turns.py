@@ -99,10 +99,7 @@ def test_a_turn_prefills_its_new_tokens_only():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "seeds"),
-    [
-        (tiny.PAYING, range(9)),
-        (dict(slots=3, open_prompts=9, pages=70, max_prompt_tokens=40), range(6)),
-    ],
+    [(tiny.PAYING, range(9)), (dict(slots=3, open_prompts=9, pages=70, max_prompt_tokens=40), range(6))],
     ids=["few pages", "enough pages"],
 )
 def test_the_compiled_engine_parks_page_for_page(sizes, seeds):

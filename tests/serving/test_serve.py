@@ -371,10 +371,7 @@ def test_grace_ends_and_a_second_signal_ends_everything(endless, questions):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        (
-            {"model": "Qwen/Qwen2.5-1.5B"},
-            ["Qwen/Qwen2.5-1.5B is not a folder", "can't be fetched"],
-        ),
+        ({"model": "Qwen/Qwen2.5-1.5B"}, ["Qwen/Qwen2.5-1.5B is not a folder", "can't be fetched"]),
         ({"model": "."}, ["config.json"]),
         ({"model": "a,b=c"}, ["--api=grpc serves one model", "--model is 'a,b=c'", "give one folder"]),
         ({"model": "package:chiper"}, ["there is no model 'package:chiper'", "package:cipher"]),

@@ -199,11 +199,7 @@ async def test_more_than_may_wait_are_refused_and_a_turn_comes_to_those_that_do(
     assert "3 requests are waiting" in details and "larger --waiting" in details
     driver.answer(driver.requests[0], [1], [])
     await settle()
-    assert (servicer.running, servicer.waiting, len(driver.requests)) == (
-        SLOTS + PREFILLED,
-        2,
-        SLOTS + PREFILLED + 1,
-    )
+    assert (servicer.running, servicer.waiting, len(driver.requests)) == (SLOTS + PREFILLED, 2, SLOTS + PREFILLED + 1)
     for request in driver.requests[1:]:
         driver.answer(request, [1], [])
     await settle()

@@ -48,11 +48,7 @@ RUNS = {
         "model.numerics": "invariant",
     },
     "ema": ESTIMATE,
-    "positive": {
-        "collection.strategy": "positive",
-        "collection.objective": "log",
-        "collection.correction": "none",
-    },
+    "positive": {"collection.strategy": "positive", "collection.objective": "log", "collection.correction": "none"},
     # Single draws until the first success, some of them ahead of verdicts.
     "exact": {
         "collection.strategy": "positive",

@@ -34,11 +34,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def rendered(
-    theirs: transformers.PreTrainedTokenizerFast,
-    template: str,
-    messages: list,
-    tools: list,
-    date: datetime.date = DATE,
+    theirs: transformers.PreTrainedTokenizerFast, template: str, messages: list, tools: list, date: datetime.date = DATE
 ) -> str | None:
     """Returns what transformers renders; None where the template refuses the conversation."""
     try:
