@@ -82,6 +82,13 @@ def one_by_one(max_rounds):
     )
 
 
+def scripted(prompts, sample, rewards, strategy, on_progress=None, carried=None, **options):
+    """The pools of a collection with these rewards; `carried` has fields of CarriedRollouts, `options` the options."""
+    carried = CarriedRollouts(**carried or {})
+    options = CollectOptions(**options)
+    return collect(prompts, sample, verifier(rewards), strategy, options, carried=carried, on_progress=on_progress)
+
+
 def first(in_flight):
     return in_flight[:1]
 
@@ -181,9 +188,7 @@ def test_replacements_are_the_shortest_beginning_that_keeps_enough(seed):
     enough = [count for count in range(8, 31) if kept[:count].sum() >= 8]
     some = lambda in_flight: [in_flight[index] for index in order.permutation(len(in_flight))[:2]]  # noqa: E731
     prompts = make_prompts(30)
-    pools = collect(
-        prompts[:8], sampler(5, some), verifier(rewards), strategy, CollectOptions(replacements=prompts[8:])
-    )
+    pools = scripted(prompts[:8], sampler(5, some), rewards, strategy, replacements=prompts[8:])
     assert [pool.prompt.id for pool in pools] == [f"p{row}" for row in range(enough[0] if enough else 30)]
 
 
@@ -198,14 +203,8 @@ def test_replaced_prompts_close_and_others_count_once():
 
     rewards = [[0, 0], [0, 1], [1, 0], [1, 0]]
     prompts = make_prompts(4)
-    collect(
-        prompts[:2],
-        sample,
-        verifier(rewards),
-        build("dapo", group_size=2),
-        CollectOptions(replacements=prompts[2:]),
-        on_progress=lambda *numbers: progress.append(numbers),
-    )
+    strategy, on_progress = build("dapo", group_size=2), lambda *numbers: progress.append(numbers)
+    scripted(prompts[:2], sample, rewards, strategy, on_progress, replacements=prompts[2:])
     assert closed == [["p0"], ["p1"], ["p2"]]
     assert progress == [(1, 2), (2, 4), (3, 6)]
 
@@ -286,13 +285,7 @@ def barrier_and_not(rewards, slots, strategy):
     """Pools of both ways, and the rounds in the order in which they were taken."""
     logs = [], []
     pools = [
-        collect(
-            make_prompts(len(rewards)),
-            sampler(slots, first_prompt, log),
-            verifier(rewards),
-            strategy,
-            CollectOptions(barrier=barrier),
-        )
+        scripted(make_prompts(len(rewards)), sampler(slots, first_prompt, log), rewards, strategy, barrier=barrier)
         for barrier, log in zip((False, True), logs, strict=True)
     ]
     rounds = [[draw // 2 for taken in log for _, draw in taken] for log in logs]
@@ -432,15 +425,13 @@ def test_idle_slots_start_the_next_collection_which_resumes_from_there():
     strategy, prompts, log = balance(), make_prompts(8), []
     expected = collect(prompts, sampler(9, first), verifier(rewards), strategy)
     prefetch = Prefetch(prompts[4:])
-    now = collect(
-        prompts[:4], filling(12, log), verifier(rewards), strategy, carried=CarriedRollouts(prefetch=prefetch)
-    )
+    now = scripted(prompts[:4], filling(12, log), rewards, strategy, carried={"prefetch": prefetch})
     drawn = {id: len([1 for response in partial.responses if response]) for id, partial in prefetch.partial.items()}
     assert sum(drawn.values()) == sum(is_prefetch for *_, is_prefetch in log) > 0
     assert all(is_prefetch == (id >= "p4") for id, _, is_prefetch in log)
     again = []
     saved = partial_from_text(partial_to_text(prefetch.partial))
-    then = collect(prompts[4:], filling(12, again), verifier(rewards), strategy, carried=CarriedRollouts(partial=saved))
+    then = scripted(prompts[4:], filling(12, again), rewards, strategy, carried={"partial": saved})
     assert not {(id, draw) for id, draw, _ in log} & {(id, draw) for id, draw, _ in again}
     assert [summary(pool, strategy) for pool in now + then] == [summary(pool, strategy) for pool in expected]
 
@@ -467,14 +458,9 @@ def test_who_waits_for_verdicts_is_asked_all_the_while(monkeypatch, deterministi
         )
     assert asked == [(0, 4)] * 4, "once for the yield"
     # Its responses are graded by the collection that goes on.
-    (pool,) = collect(
-        make_prompts(1),
-        sampler(4, everything),
-        verifier([[1.0, 0.0, 0.0, 1.0]]),
-        strategies.fixed(4),
-        carried=CarriedRollouts(partial=broken_off),
-    )
-    assert pool.rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
+    rewards, carried = [1.0, 0.0, 0.0, 1.0], {"partial": broken_off}
+    (pool,) = scripted(make_prompts(1), sampler(4, everything), [rewards], strategies.fixed(4), carried=carried)
+    assert pool.rewards.tolist() == rewards
 
 
 def breaking_off(sample, yields):
@@ -499,14 +485,9 @@ def test_a_collection_that_is_broken_off_goes_on_without_a_response_lost(name, b
     drawn = []
 
     def collected(sample, partial, broken_off):
-        return collect(
-            prompts[:12],
-            sample,
-            verifier(rewards),
-            strategy,
-            CollectOptions(replacements=replacements, barrier=barrier, speculative=speculative),
-            carried=CarriedRollouts(partial=partial, broken_off=broken_off),
-        )
+        carried = {"partial": partial, "broken_off": broken_off}
+        options = {"replacements": replacements, "barrier": barrier, "speculative": speculative}
+        return scripted(prompts[:12], sample, rewards, strategy, carried=carried, **options)
 
     expected = collected(sampler(9, first), {}, {})
     partial = {}
@@ -529,14 +510,10 @@ def test_another_reward_grades_prefetched_draws_again():
     rewards = (np.random.default_rng(2).random((8, 32)) < np.linspace(0, 1, 8)[:, None]).astype(float)
     strategy, prompts, log, again = balance(group_size=2, samples_per_round=2), make_prompts(8), [], []
     prefetch = Prefetch(prompts[4:])
-    collect(
-        prompts[:4], filling(24, log), verifier(np.zeros((8, 32))), strategy, carried=CarriedRollouts(prefetch=prefetch)
-    )
+    scripted(prompts[:4], filling(24, log), np.zeros((8, 32)), strategy, carried={"prefetch": prefetch})
     assert any(partial.rounds > 1 for partial in prefetch.partial.values())
     partial = {name: rollouts.ungraded() for name, rollouts in prefetch.partial.items()}
-    pools = collect(
-        prompts[4:], filling(24, again), verifier(rewards), strategy, carried=CarriedRollouts(partial=partial)
-    )
+    pools = scripted(prompts[4:], filling(24, again), rewards, strategy, carried={"partial": partial})
     expected = collect(prompts[4:], sampler(9, first), verifier(rewards), strategy)
     assert [summary(pool, strategy) for pool in pools] == [summary(pool, strategy) for pool in expected]
     assert any(pool.discarded for pool in pools)
@@ -551,13 +528,8 @@ def test_nothing_is_prefetched_once_the_last_prompt_is_closed():
             yield [respond(request)]
         taken.extend(queue.take_prefetch(10))
 
-    collect(
-        make_prompts(2)[:1],
-        sample,
-        verifier(np.zeros((2, 1))),
-        strategies.fixed(1),
-        carried=CarriedRollouts(prefetch=Prefetch(make_prompts(2)[1:])),
-    )
+    now, later = make_prompts(1), Prefetch(make_prompts(2)[1:])
+    scripted(now, sample, np.zeros((2, 1)), strategies.fixed(1), carried={"prefetch": later})
     assert taken == []
 
 
@@ -600,9 +572,7 @@ def test_closed_prompts_are_reported_once_and_progress_after_every_yield():
     strategy = balance(group_size=2, samples_per_round=2, max_rounds=2)
     # p0 needs both rounds, p1 one.
     rewards = [[0, 0, 1, 0], [1, 0, 0, 0]]
-    pools = collect(
-        make_prompts(2), sample, verifier(rewards), strategy, on_progress=lambda *numbers: progress.append(numbers)
-    )
+    pools = scripted(make_prompts(2), sample, rewards, strategy, lambda *numbers: progress.append(numbers))
     assert closed == [[], ["p1"], ["p0"], []]
     assert progress == [(0, 2), (1, 4), (2, 6)]
     assert [pool.rounds for pool in pools] == [2, 1]

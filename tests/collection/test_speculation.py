@@ -10,13 +10,10 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import CollectOptions, collect
 from reinforce_ada_jax.collection.metrics import discarded_metrics
 from reinforce_ada_jax.collection.speculation import probability_of_use
-from reinforce_ada_jax.types import Prompt, Response, Verdict
+from reinforce_ada_jax.types import Response, Verdict
+from tests.collection.test_collect import make_prompts
 
 N_MAX = 32
-
-
-def make_prompts(num_prompts: int) -> list[Prompt]:
-    return [Prompt(f"p{row}", "", "", np.zeros(1, np.int32)) for row in range(num_prompts)]
 
 
 def respond(request) -> Response:
@@ -152,13 +149,8 @@ def test_nothing_is_speculative_unless_asked_for_nor_behind_a_barrier_nor_where_
     )  # fmt: skip
     for config, how in ((strategy, {}), (strategy, {"barrier": True, "speculative": True}), (planned, {})):
         sampler = Sampler(100)
-        collect(
-            prompts,
-            sampler,
-            Verifier(CORRECT),
-            config,
-            CollectOptions(**{"speculative": True} if config is planned else how),
-        )
+        options = CollectOptions(**{"speculative": True} if config is planned else how)
+        collect(prompts, sampler, Verifier(CORRECT), config, options)
         assert sampler.speculative == []
 
 

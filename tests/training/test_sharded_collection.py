@@ -127,6 +127,11 @@ def drawn_by_all(job, draw):
     return sharded_collection.collect_everywhere(job, draw) if several else draw(job)
 
 
+def collected_plainly(job, sample_fn=sample, **options):
+    """(pools, no counts) of a job: the `draw` of a collection that has nothing of its own."""
+    return collect(job.prompts, sample_fn, verify, job.strategy, CollectOptions(**options)), collections.Counter()
+
+
 def collected(
     strategy: str, log=None, prefetch=0, partial=None, broken_off=None, yields=10**6
 ) -> tuple[list[Pool], dict[str, PartialRollouts]]:
@@ -221,7 +226,7 @@ def test_an_interrupt_of_one_is_an_interrupt_of_all(in_processes):
         def draw(job):
             if index == 1:
                 raise Interrupted
-            return collect(job.prompts, sample, verify, job.strategy), collections.Counter()
+            return collected_plainly(job)
 
         job = sharded_collection.Job(make_prompts(["p1", "p2", "p3"]), strategies.build(section("grpo")))
         return sharded_collection.collect_everywhere(job, draw)
@@ -278,12 +283,8 @@ def test_a_users_rule_is_the_same_in_several_processes(in_processes, tmp_path):
     alone = collect(prompts, sample, verify, strategies.build(settings))
 
     def program(index):
-        def draw(job):
-            return collect(job.prompts, sample, verify, job.strategy), collections.Counter()
-
-        return sharded_collection.collect_everywhere(sharded_collection.Job(prompts, strategies.build(settings)), draw)[
-            0
-        ]
+        job = sharded_collection.Job(prompts, strategies.build(settings))
+        return sharded_collection.collect_everywhere(job, collected_plainly)[0]
 
     processes = in_processes(2)
     assert [described(pools) for pools in processes.run(program)] == [described(alone)] * 2
@@ -295,9 +296,7 @@ def test_shards_are_balanced_by_planned_draws(in_processes):
     def program(index):
         def draw(job):
             drawn_by[index].extend(prompt.id for prompt in job.prompts)
-            return collect(
-                job.prompts, sample, verify, job.strategy, CollectOptions(estimate_fn=job.estimate_fn)
-            ), collections.Counter()
+            return collected_plainly(job, estimate_fn=job.estimate_fn)
 
         # 10 draws for p0 and 2 for the others: p0 weighs as much as all of them.
         plan = lambda _, ids: np.array([10 if name == "p0" else 2 for name in ids])  # noqa: E731
@@ -329,10 +328,7 @@ def test_single_draws_with_speculation_are_the_same_in_several_processes(in_proc
             queue.closed()
 
     def run(sample_fn):
-        def draw(job):
-            pools = collect(job.prompts, sample_fn, verify, job.strategy, CollectOptions(speculative=True))
-            return pools, collections.Counter()
-
+        draw = functools.partial(collected_plainly, sample_fn=sample_fn, speculative=True)
         return drawn_by_all(sharded_collection.Job(prompts, strategy), draw)[0]
 
     def without_discarded(pools):
