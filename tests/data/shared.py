@@ -1,9 +1,11 @@
-"""Real tokenizers and benchmarks, from the folder that the environment variable REINFORCE_ADA_DATA names."""
+"""Files of rows; and real tokenizers and benchmarks, from the folder that REINFORCE_ADA_DATA names (environment)."""
 
 import json
 import os
 import pathlib
 import shutil
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,12 @@ TOKENIZERS = {
     ),
     "llama2": ("llama2", {"tokenizer.model": "llama2/tokenizer.model"}, {}),
 }
+
+
+def write_rows(file: pathlib.Path, rows: Iterable[Any]) -> str:
+    """Writes a JSONL file; a row that is a text is a line as it stands."""
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(file)
 
 
 def vectors(name: str) -> list[dict]:

@@ -1,7 +1,6 @@
 """Demonstrations of all dialects: the same tokens, the end as the template writes it, and rows that are refused."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -10,6 +9,7 @@ from reinforce_ada_jax.data.rows import BY_RULES, Columns
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from tests.data.chatml import write_chatml
+from tests.data.shared import write_rows
 
 USER, ANSWER = {"role": "user", "content": "2 + 3"}, {"role": "assistant", "content": "It is 5."}
 CHAT = Chat("", "")
@@ -20,14 +20,9 @@ def chatml(tmp_path_factory):
     return Tokenizer.load(write_chatml(tmp_path_factory.mktemp("chatml")))
 
 
-def write(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
-
-
 def read(tmp_path, tokenizer, rows, *, columns=BY_RULES, template="chat", prompt=99, response=99):
     return demonstrations.read(
-        write(tmp_path / "rows.jsonl", rows), columns, tokenizer, template, CHAT,
+        write_rows(tmp_path / "rows.jsonl", rows), columns, tokenizer, template, CHAT,
         max_prompt_tokens=prompt, max_response_tokens=response,
     )  # fmt: skip
 

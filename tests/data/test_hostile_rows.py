@@ -9,6 +9,7 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.files import MAX_LINE_BYTES
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from tests.data.shared import write_rows
 
 GOOD = {"id": "a", "problem": "АБ=", "answer": "xy"}
 LONG = "x" * 5_000_000
@@ -22,9 +23,7 @@ def tokenizer(tmp_path_factory):
 
 
 def write(folder, *rows):
-    file = folder / "bad.jsonl"
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(file)
+    return write_rows(folder / "bad.jsonl", rows)
 
 
 @pytest.mark.parametrize(

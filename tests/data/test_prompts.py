@@ -7,13 +7,9 @@ import pytest
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.prompts import benchmark_name, load_problems, tokenize
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from tests.data.shared import write_rows
 
 GOOD = {"id": "a", "problem": "1+1?", "answer": "2"}
-
-
-def write(file, *lines):
-    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return str(file)
 
 
 def test_the_built_in_task():
@@ -24,18 +20,13 @@ def test_the_built_in_task():
 
 def test_a_file(tmp_path):
     """Lines of a JSONL file become problems, with labels and columns."""
-    source = write(
-        tmp_path / "some.jsonl",
-        GOOD | {"source": "elsewhere", "level": 5, "subject": None, "type": "", "note": "x"},
-        "",
-        {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0},
-    )
-    first, second = load_problems(source)
     row = GOOD | {"source": "elsewhere", "level": 5, "subject": None, "type": "", "note": "x"}
+    other = {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0}
+    source = write_rows(tmp_path / "some.jsonl", [row, "", other])
+    first, second = load_problems(source)
     origin = first["origin"]
     assert first == GOOD | {"labels": {"level": "5", "source": "elsewhere"}, "columns": row, "origin": origin}
-    row = {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0}
-    assert second == row | {"columns": row, "origin": origin}
+    assert second == other | {"columns": other, "origin": origin}
     assert (origin.place, second["origin"].place) == (f"{source}, line 1", f"{source}, line 3")
 
 
@@ -73,7 +64,7 @@ def test_a_file(tmp_path):
     ],
 )
 def test_bad_files_are_named_with_the_line(tmp_path, lines, message):
-    source = write(tmp_path / "bad.jsonl", *lines)
+    source = write_rows(tmp_path / "bad.jsonl", lines)
     with pytest.raises(ValueError, match=f"bad.jsonl.*{message}"):
         load_problems(source)
 

@@ -1,7 +1,6 @@
 """Problems that TensorFlow Datasets has prepared, without TensorFlow and without a network."""
 
 import importlib.util
-import json
 import sys
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 
 from reinforce_ada_jax.data import tfds_problems
 from reinforce_ada_jax.data.prompts import load_problems
+from tests.data.shared import write_rows
 
 ROWS = [{"id": f"p{index}", "problem": f"½ of {index}?", "answer": str(index / 2)} for index in range(20)]
 installed = pytest.mark.skipif(
@@ -23,11 +23,6 @@ def quiet(monkeypatch):
     tfds = pytest.importorskip("tensorflow_datasets")
     tfds.disable_progress_bar()
     return tfds
-
-
-def write(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
 
 
 def prepare(tfds, folder, rows):
@@ -74,7 +69,7 @@ def test_prepared_rows(tmp_path, quiet):
     source = prepare(quiet, tmp_path / "prepared", ROWS)
     assert source == f"tfds:{tmp_path}/prepared/problems/1.0.0"
     # The order is that of the rows, so a cursor goes through them as through a file.
-    assert load(source) == load(str(write(tmp_path / "some.jsonl", ROWS))) == ROWS
+    assert load(source) == load(write_rows(tmp_path / "some.jsonl", ROWS)) == ROWS
     for same in (f"tfds:{tmp_path}/prepared/problems", f"{source}/train", f"tfds:{tmp_path}/prepared/problems/train"):
         assert load(same) == ROWS
     with pytest.raises(ValueError, match="split 'test' is none of train"):
@@ -116,7 +111,7 @@ def test_the_stock_gsm8k(tmp_path, quiet, monkeypatch):
     from tensorflow_datasets.text.gsm8k import gsm8k  # noqa: PLC0415
 
     line = {"question": "How many?", "answer": "500 + 734 = <<500+734=1234>>1234.\n#### 1,234"}
-    file = write(tmp_path / "gsm8k.jsonl", [line])
+    file = write_rows(tmp_path / "gsm8k.jsonl", [line])
     monkeypatch.setattr(
         quiet.download.DownloadManager, "download_and_extract", lambda self, urls: dict.fromkeys(urls, file)
     )

@@ -11,6 +11,7 @@ from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.evaluation.response_store import hash_of_problems
+from tests.data.shared import write_rows
 from tests.data.test_tokenizer import CHATML, CHATML_TOKENS, write_folder
 
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -31,11 +32,6 @@ def row(problem, answer, index, system=SYSTEM):
 ROWS = [row(problem, answer, index) for index, (problem, answer) in enumerate(ANSWERS.items())]
 
 
-def write(file, rows):
-    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    return str(file)
-
-
 @pytest.fixture
 def tokenizer(tmp_path):
     folder = tmp_path / "model"
@@ -45,12 +41,12 @@ def tokenizer(tmp_path):
 
 def test_a_file(tmp_path):
     """Rows of verl become problems with their answers, there and back."""
-    problems = load_problems(write(tmp_path / "train.jsonl", ROWS))
+    problems = load_problems(write_rows(tmp_path / "train.jsonl", ROWS))
     assert [problem["id"] for problem in problems] == ["0", "1", "2"]
     assert [problem["answer"] for problem in problems] == ["2", "4", "7"]  # not the worked solution
     assert [problem["problem"] for problem in problems] == [f"{problem} {INSTRUCTION}" for problem in ANSWERS]
     # There and back, as docs/problems.md writes a file of a data set.
-    assert load_problems(write(tmp_path / "again.jsonl", map(to_row, problems))) == [
+    assert load_problems(write_rows(tmp_path / "again.jsonl", map(to_row, problems))) == [
         problem | {"columns": to_row(problem)} for problem in problems
     ]
     assert problems[0]["columns"] == ROWS[0]
@@ -60,13 +56,13 @@ def test_a_file(tmp_path):
 def test_the_real_package_on_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "set").mkdir()
-    file = write(tmp_path / "set" / "train.jsonl", ROWS)
+    file = write_rows(tmp_path / "set" / "train.jsonl", ROWS)
     assert load_problems(f"hf:{tmp_path / 'set'}") == load_problems(file)
 
 
 @pytest.mark.parametrize("template", ["qwen_math", "chat"])
 def test_the_prompt_is_the_rows(tmp_path, tokenizer, template):
-    problems = load_problems(write(tmp_path / "train.jsonl", ROWS))
+    problems = load_problems(write_rows(tmp_path / "train.jsonl", ROWS))
     # The rows have the paper's texts, so they are what the problems alone become in its template; the configuration's
     # system message and instruction, which `chat` puts around a problem, are not added to a row's own.
     chat = Chat("another system", "another instruction")
@@ -81,7 +77,7 @@ def test_all_messages_of_a_conversation(tmp_path, tokenizer):
         {"role": "assistant", "content": "2"},
         {"role": "user", "content": "2+2?"},
     ]
-    (problem,) = load_problems(write(tmp_path / "one.jsonl", [{"prompt": messages, "answer": "4"}]))
+    (problem,) = load_problems(write_rows(tmp_path / "one.jsonl", [{"prompt": messages, "answer": "4"}]))
     assert problem["problem"] == "2+2?"
     (prompt,) = tokenize([problem], tokenizer, "chat", 1024, Chat())
     text = tokenizer.decode(prompt.tokens)
@@ -89,7 +85,7 @@ def test_all_messages_of_a_conversation(tmp_path, tokenizer):
 
 
 def test_plain_has_no_messages(tmp_path, tokenizer):
-    problems = load_problems(write(tmp_path / "train.jsonl", ROWS))
+    problems = load_problems(write_rows(tmp_path / "train.jsonl", ROWS))
     with pytest.raises(ValueError, match=r"What is .* has messages of its own.*data.template='plain'.*use 'chat'"):
         tokenize(problems, tokenizer, "plain", 1024)
 
@@ -104,7 +100,7 @@ def test_ids(tmp_path):
         row("s", "1", 0) | {"id": "x"},
     ]
     content = json_hash([json.dumps(rows[2]["prompt"]), "1"])
-    problems = load_problems(write(tmp_path / "train.jsonl", rows))
+    problems = load_problems(write_rows(tmp_path / "train.jsonl", rows))
     assert [problem["id"] for problem in problems] == ["5", "5-2", content, f"{content}-2", "x"]
 
 
@@ -112,7 +108,7 @@ def test_another_system_message_is_another_prompt(tmp_path, tokenizer):
     # Stored responses of one must not count for the other, though id, question and answer are the same.
     hashes = set()
     for name, system in (("a", SYSTEM), ("b", "Answer in one word.")):
-        problems = load_problems(write(tmp_path / f"{name}.jsonl", [row("p", "1", 0, system)]))
+        problems = load_problems(write_rows(tmp_path / f"{name}.jsonl", [row("p", "1", 0, system)]))
         hashes.add(hash_of_problems(tokenize(problems, tokenizer, "chat", 1024, Chat())))
     assert len(hashes) == 2
 
@@ -134,4 +130,4 @@ def test_another_system_message_is_another_prompt(tmp_path, tokenizer):
 )
 def test_rows_that_are_none(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        load_problems(write(tmp_path / "train.jsonl", [ROWS[0] | changes]))
+        load_problems(write_rows(tmp_path / "train.jsonl", [ROWS[0] | changes]))
