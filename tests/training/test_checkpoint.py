@@ -1,5 +1,6 @@
 """Checkpoints that something happened to: flipped bits, missing files, a full disk, a kill; and which ones stay."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -72,12 +73,25 @@ def state(learner):
 def saved(learner, state, tmp_path_factory):
     """A work directory with whole checkpoints of iterations 1, 2 and 3."""
     workdir = tmp_path_factory.mktemp("saved")
-    checkpoints = Checkpoints(workdir, keep=3)
-    for iteration in (1, 2, 3):
-        checkpoints.save(iteration, state, {"iteration": iteration})
-    checkpoints.wait()
-    checkpoints.close()
+    with contextlib.closing(Checkpoints(workdir, keep=3)) as checkpoints:
+        for iteration in (1, 2, 3):
+            checkpoints.save(iteration, state, {"iteration": iteration})
+        checkpoints.wait()
     return workdir
+
+
+@pytest.fixture
+def opened():
+    """opened(workdir, ...) -> Checkpoints, closed at the end: each as a process of its own would see the folder."""
+    made = []
+
+    def opened(workdir, **settings):
+        made.append(Checkpoints(workdir, **settings))
+        return made[-1]
+
+    yield opened
+    for checkpoints in made:
+        checkpoints.close()
 
 
 @pytest.fixture
@@ -86,12 +100,9 @@ def copied(saved, tmp_path):
 
 
 def newest(workdir, learner, said, accept=lambda record: None):
-    checkpoints = Checkpoints(workdir, keep=3)
-    try:
+    with contextlib.closing(Checkpoints(workdir, keep=3)) as checkpoints:
         found = checkpoints.restore_newest(abstract_state(learner[1], learner[0]), accept, said.append)
         return found and found[:2]
-    finally:
-        checkpoints.close()
 
 
 def largest_file(folder: pathlib.Path) -> pathlib.Path:
@@ -137,7 +148,7 @@ def test_the_newest_whole_one_is_used(copied, learner, state):
     ids=["cut", "gone", "bit early", "bit late", "record cut", "record gone", "record changed", "no arrays",
          "brackets", "noise", "pairs"],
 )  # fmt: skip
-def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, state, harm):
+def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, state, opened, harm):
     harm(copied / "checkpoints" / "3")
     said = []
     restored, record = newest(copied, learner, said)
@@ -146,12 +157,11 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, stat
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert [file.name for file in (copied / checkpoint.DAMAGED).iterdir()] == ["3.0"]
     # The iteration is made again, and saved where the damaged one was.
-    checkpoints = Checkpoints(copied, keep=3)
+    checkpoints = opened(copied, keep=3)
     assert checkpoints.iterations() == [1, 2]
     checkpoints.save(3, state, {"iteration": 3})
     checkpoints.wait()
     assert checkpoints.iterations() == [1, 2, 3]
-    checkpoints.close()
 
 
 @pytest.mark.parametrize("free", range(0, 12, 2))
@@ -213,11 +223,11 @@ def test_a_record_that_one_process_alone_cannot_read_is_damaged_for_all(copied, 
     [None, pytest.param(truncate, marks=pytest.mark.slow), lambda file: flip(file, 0.5)],
     ids=["none", "cut", "bit"],
 )
-def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner, state, harm):
+def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner, state, opened, harm):
     sampler = {"weights": jnp.arange(4096.0), "int8": quantize(jnp.arange(12.0).reshape(3, 4), (0,))}
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), sampler)
     shapes = abstract_state(learner[1], learner[0])
-    checkpoints, said = Checkpoints(tmp_path, keep=3), []
+    checkpoints, said = opened(tmp_path, keep=3), []
     checkpoints.save(1, state, {}, sampler=sampler)
     checkpoints.save(2, state, {}, sampler=jax.tree.map(lambda x: -x, sampler))
     checkpoints.wait()
@@ -230,7 +240,6 @@ def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner,
     checkpoints.save(3, state, {})
     checkpoints.wait()
     assert checkpoints.restore_newest(shapes, lambda record: None, said.append, target)[2] is None
-    checkpoints.close()
 
 
 # ---- checkpoints of other runs -----------------------------------------------------------------------------------
@@ -243,11 +252,10 @@ OURS, THEIRS = "a" * 32, "b" * 32
 def ours(tmp_path, state):
     """A work directory with iterations 1 and 2, and that of another run with 2 and 5."""
     for name, run_id, iterations in (("ours", OURS, (1, 2)), ("theirs", THEIRS, (2, 5))):
-        checkpoints = Checkpoints(tmp_path / name, keep=3, run_id=run_id)
-        for iteration in iterations:
-            checkpoints.save(iteration, state, {})
-        checkpoints.wait()
-        checkpoints.close()
+        with contextlib.closing(Checkpoints(tmp_path / name, keep=3, run_id=run_id)) as checkpoints:
+            for iteration in iterations:
+                checkpoints.save(iteration, state, {})
+            checkpoints.wait()
     return tmp_path / "ours"
 
 
@@ -277,13 +285,12 @@ def test_a_foreign_one_is_named_and_left_alone(ours, learner, state, source, num
     assert before == {file: file.read_bytes() for file in foreign.rglob("*") if file.is_file()}
 
 
-def test_a_foreign_one_gives_way_to_the_runs_own(ours, state):
+def test_a_foreign_one_gives_way_to_the_runs_own(ours, state, opened):
     shutil.copytree(ours.parent / "theirs" / "checkpoints" / "5", ours / "checkpoints" / "5")
-    checkpoints = Checkpoints(ours, keep=3, run_id=OURS, writes=True)
+    checkpoints = opened(ours, keep=3, run_id=OURS, writes=True)
     checkpoints.save(5, state, {"mine": True})
     checkpoints.wait()
     assert checkpoints.iterations() == [1, 2, 5] and checkpoints.record(5)["mine"]
-    checkpoints.close()
     assert [folder.name for folder in (ours / checkpoint.FOREIGN).iterdir()] == ["5.0"]
 
 
@@ -351,14 +358,14 @@ def test_a_fingerprint_sees_one_bit_and_an_exchange(dtype):
 
 
 @pytest.mark.parametrize("late", [0, 2, 10**6])
-def test_processes_agree_on_what_there_is(copied, learner, monkeypatch, late):
+def test_processes_agree_on_what_there_is(copied, opened, monkeypatch, late):
     slept = []
 
     def exchange(mine):
         """Process 1 sees iteration 3 after some seconds."""
         return [mine, mine if len(slept) >= late else b"[1, 2]"]
 
-    checkpoints = Checkpoints(copied, keep=3)
+    checkpoints = opened(copied, keep=3)
     standins.of_processes(monkeypatch, exchange=exchange)
     monkeypatch.setattr(checkpoint.time, "sleep", slept.append)
     if late > checkpoint.processes.SHARED_AFTER_S:
@@ -366,30 +373,22 @@ def test_processes_agree_on_what_there_is(copied, learner, monkeypatch, late):
             checkpoints._iterations_of_all()
     else:
         assert checkpoints._iterations_of_all() == [1, 2, 3] and len(slept) == late
-    checkpoints.close()
 
 
-def test_which_ones_stay(tmp_path, state):
+def test_which_ones_stay(tmp_path, state, opened):
     """The newest, the best and each n-th checkpoint stay."""
-    checkpoints = Checkpoints(tmp_path, keep=2, keep_best=1, keep_every=4)
+    checkpoints = opened(tmp_path, keep=2, keep_best=1, keep_every=4)
     for iteration, evaluation in enumerate([0.1, 0.9, None, 0.3, 0.5, None, 0.2], start=1):
         checkpoints.save(iteration, state, {"iteration": iteration}, evaluation)
     checkpoints.wait()
     assert checkpoints.iterations() == [2, 4, 6, 7], "the best, every fourth, the newest two"
-    checkpoints.close()
 
 
 def test_a_full_disk_is_said_and_leaves_the_others(copied, state, learner, capfd):
-    checkpoints = Checkpoints(copied, keep=3, writes=True)
-    try:
-        with (
-            standins.full_disk(),
-            pytest.raises(NotSavedError, match="no checkpoint could be written to .*: File too large"),
-        ):
-            checkpoints.save(4, state, {"iteration": 4})
-            checkpoints.wait()
-    finally:
-        checkpoints.close()
+    large = pytest.raises(NotSavedError, match="no checkpoint could be written to .*: File too large")
+    with contextlib.closing(Checkpoints(copied, keep=3, writes=True)) as checkpoints, standins.full_disk(), large:
+        checkpoints.save(4, state, {"iteration": 4})
+        checkpoints.wait()
     said = []
     assert "Traceback" not in capfd.readouterr().err
     assert sorted(folder.name for folder in (copied / "checkpoints").iterdir()) == ["1", "2", "3"], "no room is lost"
@@ -398,37 +397,20 @@ def test_a_full_disk_is_said_and_leaves_the_others(copied, state, learner, capfd
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_a_save_that_failed_in_the_background_is_found_and_does_not_count(copied, state, keep):
+def test_a_save_that_failed_in_the_background_is_found_and_does_not_count(copied, state, opened, keep):
     """Orbax's own check finds nothing, and its list has the failed one in place of those that it would replace."""
-    checkpoints = Checkpoints(copied, keep=keep, writes=True)
-    try:
-        with standins.full_disk():
-            checkpoints.save(4, state, {"iteration": 4})
-            while checkpoints._manager.is_saving_in_progress():
-                time.sleep(0.01)
-        assert checkpoints.newest_on_disk() < 4, "its responses must stay in the journal"
-        with pytest.raises(NotSavedError, match="File too large"):
-            checkpoints.check()
-        assert checkpoints.latest() == checkpoints.newest_on_disk() == 3
-    finally:
-        checkpoints.close()
+    checkpoints = opened(copied, keep=keep, writes=True)
+    with standins.full_disk():
+        checkpoints.save(4, state, {"iteration": 4})
+        while checkpoints._manager.is_saving_in_progress():
+            time.sleep(0.01)
+    assert checkpoints.newest_on_disk() < 4, "its responses must stay in the journal"
+    with pytest.raises(NotSavedError, match="File too large"):
+        checkpoints.check()
+    assert checkpoints.latest() == checkpoints.newest_on_disk() == 3
 
 
 # ---- what is learned after a save ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def opened():
-    """opened(workdir, ...) -> Checkpoints, closed at the end: each as a process of its own would see the folder."""
-    made = []
-
-    def opened(workdir, **settings):
-        made.append(Checkpoints(workdir, **settings))
-        return made[-1]
-
-    yield opened
-    for checkpoints in made:
-        checkpoints.close()
 
 
 BEST = {"keep": 1, "keep_best": 1}
