@@ -252,14 +252,9 @@ class Buckets:
 def serving(buckets: Buckets) -> Iterator[dict[str, str]]:
     """Serves `buckets` on a free port; gives the environment in which gcsfs and TensorStore find it."""
     config = uvicorn.Config(
-        buckets.app(),
-        host="127.0.0.1",
-        port=0,
-        log_level="error",
-        lifespan="off",
-        ws="none",
+        buckets.app(), host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none",
         timeout_graceful_shutdown=1,
-    )
+    )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -290,54 +290,29 @@ def test_what_is_cut_is_negligible():
 
 # ---- every sequence --------------------------------------------------------------------------------------------------
 
+
+def sizes(group_size: int, samples_per_round: int, max_rounds: int) -> dict[str, int]:
+    return {"group_size": group_size, "samples_per_round": samples_per_round, "max_rounds": max_rounds}
+
+
+LOG, RETRIED = {"objective": "log"}, {"group_size": 3, "max_draws": 9, "retry_probability": 1.0}
 SMALL = {
     "grpo": {"group_size": 5},
-    "positive": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3},
-    "balance": {"group_size": 3, "samples_per_round": 4, "max_rounds": 3},
-    "balance_whole_pool": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3, "keep": "pool"},
-    "balance_log": {"group_size": 2, "samples_per_round": 3, "max_rounds": 3, "objective": "log", "correction": "none"},
-    "positive_exact": {"group_size": 4, "samples_per_round": 3, "max_rounds": 3, "objective": "log"},
-    "positive_exact_singles": {
-        "group_size": 4,
-        "samples_per_round": 1,
-        "max_rounds": 8,
-        "objective": "log",
-        "control_variate": "noise",
-    },
-    "positive_exact_constant": {
-        "group_size": 4,
-        "samples_per_round": 3,
-        "max_rounds": 3,
-        "objective": "log",
-        "control_variate": "0.2",
-    },
-    "balance_exact": {
-        "group_size": 4,
-        "samples_per_round": 4,
-        "max_rounds": 2,
-        "objective": "log",
-        "keep": "group",
-        "control_variate": "0.03",
-    },
-    "ngu_exact": {"group_size": 3, "max_draws": 9, "retry_probability": 1.0, "objective": "log"},
-    "balance_stratified": {
-        "group_size": 4,
-        "samples_per_round": 3,
-        "max_rounds": 3,
-        "objective": "log",
-        "correction": "stratified",
-    },
-    "ngu_stratified": {
-        "group_size": 3,
-        "max_draws": 9,
-        "retry_probability": 1.0,
-        "objective": "log",
-        "correction": "stratified",
-    },
+    "positive": sizes(3, 3, 3),
+    "balance": sizes(3, 4, 3),
+    "balance_whole_pool": sizes(3, 3, 3) | {"keep": "pool"},
+    "balance_log": sizes(2, 3, 3) | LOG | {"correction": "none"},
+    "positive_exact": sizes(4, 3, 3) | LOG,
+    "positive_exact_singles": sizes(4, 1, 8) | LOG | {"control_variate": "noise"},
+    "positive_exact_constant": sizes(4, 3, 3) | LOG | {"control_variate": "0.2"},
+    "balance_exact": sizes(4, 4, 2) | LOG | {"keep": "group", "control_variate": "0.03"},
+    "ngu_exact": RETRIED | LOG,
+    "balance_stratified": sizes(4, 3, 3) | LOG | {"correction": "stratified"},
+    "ngu_stratified": RETRIED | LOG | {"correction": "stratified"},
     "grpo_maxrl": {"group_size": 5, "objective": "maxrl"},
     "estimate": {"samples_per_round": 7, "max_draws": 9, "objective": "log"},
     "dapo": {"group_size": 4, "normalize_by_std": True},
-    "ngu": {"group_size": 3, "max_draws": 9, "retry_probability": 1.0},
+    "ngu": RETRIED,
 }
 
 

@@ -11,13 +11,9 @@ from reinforce_ada_jax.types import Prompt, Request
 from tests.running import tiny
 
 SMALL = {
-    "collection.prompts_per_iteration": 4,
-    "learning.prompts_per_update": 2,
-    "collection.samples_per_round": 4,
-    "collection.max_rounds": 2,
-    "sampling.slots": 8,
-    "sampling.window": 4,
-}
+    "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 2, "collection.samples_per_round": 4,
+    "collection.max_rounds": 2, "sampling.slots": 8, "sampling.window": 4,
+}  # fmt: skip
 ONE_UPDATE = SMALL | {
     "collection.strategy": "grpo", "collection.group_size": 4, "sampling.max_response_tokens": 4,
     "learning.prompts_per_update": 4,

@@ -20,17 +20,9 @@ from tests import running
 from tests.sampling import tiny
 
 OPTIONS = dataclasses.replace(
-    tiny.OPTIONS,
-    slots=2,
-    window=4,
-    page_size=4,
-    pages=20,
-    open_prompts=2,
-    prefill_tokens=8,
-    max_response_tokens=20,
-    stop_ids=(),
-    check_invariants=True,
-)
+    tiny.OPTIONS, slots=2, window=4, page_size=4, pages=20, open_prompts=2, prefill_tokens=8, max_response_tokens=20,
+    stop_ids=(), check_invariants=True,
+)  # fmt: skip
 COUNTED = ("tokens", "slot_steps", "windows", "prefills", "dispatches")
 
 

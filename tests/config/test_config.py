@@ -620,32 +620,15 @@ def test_values_of_their_types():
 def test_a_resume_may_change_these_and_nothing_else():
     saved = json.loads(config_lib.to_json(valid()))
     allowed = {
-        "iterations": 7,
-        "checkpoint.every": 7,
-        "checkpoint.minutes": 7.0,
-        "checkpoint.keep": 7,
-        "checkpoint.keep_best": 7,
-        "checkpoint.keep_every": 7,
-        "checkpoint.accept_changed_reward": True,
-        "checkpoint.notice_s": 60.0,
-        "learning.max_skipped": 7,
-        "reward.max_failed": 0.9,
-        "judge.url": "http://localhost/v1",
-        "evaluation.every": 7,
-        "evaluation.benchmarks": ("x",),
-        "sft.validation": "x",
-        "evaluation.graders": ("x=math",),
-        "evaluation.samples": 7,
-        "evaluation.temperature": 0.5,
-        "evaluation.top_k": 7,
-        "evaluation.top_p": 0.5,
-        "evaluation.max_response_tokens": 7,
-        "logging.trackers": "",
-        "logging.sampled_prompts": 7,
-        "logging.profile": 3,
-        "logging.compilation_cache": "",
-        "sampling.check_invariants": True,
-    }
+        "iterations": 7, "checkpoint.every": 7, "checkpoint.minutes": 7.0, "checkpoint.keep": 7,
+        "checkpoint.keep_best": 7, "checkpoint.keep_every": 7, "checkpoint.accept_changed_reward": True,
+        "checkpoint.notice_s": 60.0, "learning.max_skipped": 7, "reward.max_failed": 0.9,
+        "judge.url": "http://localhost/v1", "evaluation.every": 7, "evaluation.benchmarks": ("x",),
+        "sft.validation": "x", "evaluation.graders": ("x=math",), "evaluation.samples": 7,
+        "evaluation.temperature": 0.5, "evaluation.top_k": 7, "evaluation.top_p": 0.5,
+        "evaluation.max_response_tokens": 7, "logging.trackers": "", "logging.sampled_prompts": 7, "logging.profile": 3,
+        "logging.compilation_cache": "", "sampling.check_invariants": True,
+    }  # fmt: skip
     assert resume.differences(changed(**allowed), saved) == {}
     for key, value in config_lib.flatten(dataclasses.asdict(valid())).items():
         if key in allowed:

@@ -55,15 +55,9 @@ class Cloud:
         for version in ("python3", "python3.11", "python3.12", "python3.13"):
             executable(folder / "host_bin" / version, "bash", HERE / "host_stand_in.sh", "python")
         self.set(
-            node="ABSENT",
-            queue="ABSENT",
-            hosts=1,
-            slices=1,
-            becomes="READY",
-            queue_becomes="ACTIVE",
-            preempt_before=[],
-            edit_before=[],
-        )
+            node="ABSENT", queue="ABSENT", hosts=1, slices=1, becomes="READY", queue_becomes="ACTIVE",
+            preempt_before=[], edit_before=[],
+        )  # fmt: skip
         self.set(fail=None, exit_codes=[0], python="3.12.1")
 
     def set(self, *, exit_codes: Sequence[int | str] = (), python: str = "", **changes: object) -> None:

@@ -22,14 +22,9 @@ WIDTH = ARCHITECTURE.hidden_size
 
 def value_head(rows=3, mesh=(1, 1, 1), learning_rate=0.5, steps=4) -> ValueHead:
     return ValueHead(
-        ARCHITECTURE,
-        mesh_lib.make_mesh(*mesh),
-        dtype=jnp.float32,
-        max_prompt_tokens=8,
-        learning_rate=learning_rate,
-        steps=steps,
-        rows=rows,
-    )
+        ARCHITECTURE, mesh_lib.make_mesh(*mesh), dtype=jnp.float32, max_prompt_tokens=8, learning_rate=learning_rate,
+        steps=steps, rows=rows,
+    )  # fmt: skip
 
 
 @functools.cache

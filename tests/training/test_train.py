@@ -49,14 +49,9 @@ from tests.running import (
 ITERATIONS = 8
 # Two updates an iteration. Checkpoints at 5 and 8, evaluations at 0, 4 and 8.
 SMALL = {
-    "iterations": ITERATIONS,
-    "checkpoint.every": 5,
-    "evaluation.every": 4,
-    "evaluation.samples": 2,
-    "collection.prompts_per_iteration": 8,
-    "learning.prompts_per_update": 4,
-    "sampling.slots": 32,
-}
+    "iterations": ITERATIONS, "checkpoint.every": 5, "evaluation.every": 4, "evaluation.samples": 2,
+    "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4, "sampling.slots": 32,
+}  # fmt: skip
 KEYS = """
     iteration reward/first_round reward/pool collection/responses collection/tokens collection/rounds_mean
     collection/zero_signal_share collection/unmet_share collection/truncated_share collection/slot_utilisation

@@ -30,18 +30,10 @@ from tests.running import train as train_once
 
 ITERATIONS = 4
 SETTINGS = {
-    "iterations": ITERATIONS,
-    "checkpoint.every": 2,
-    "evaluation.every": 4,
-    "evaluation.samples": 2,
-    "logging.trackers": "",
-    "collection.prompts_per_iteration": 8,
-    "learning.prompts_per_update": 4,
-    "learning.learning_rate": 5e-3,
-    "learning.kl_coefficient": 0.01,
-    "lora.rank": 4,
-    "sampling.slots": 32,
-}
+    "iterations": ITERATIONS, "checkpoint.every": 2, "evaluation.every": 4, "evaluation.samples": 2,
+    "logging.trackers": "", "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4,
+    "learning.learning_rate": 5e-3, "learning.kl_coefficient": 0.01, "lora.rank": 4, "sampling.slots": 32,
+}  # fmt: skip
 BASE = components_lib.model_folder("package:cipher")
 
 

@@ -11,23 +11,21 @@ from tests.running import ROOT, assert_same_state, reproducible, responses_kept,
 
 ITERATIONS = 3
 FLAGS = {
-    "iterations": ITERATIONS,
-    "checkpoint.every": 2,
-    "evaluation.every": 0,
-    "logging.trackers": "",
-    "collection.prompts_per_iteration": 8,
-    "learning.prompts_per_update": 4,
-    "sampling.slots": 32,
-}
+    "iterations": ITERATIONS, "checkpoint.every": 2, "evaluation.every": 0, "logging.trackers": "",
+    "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4, "sampling.slots": 32,
+}  # fmt: skip
 # Responses may be one update old by the time they are used.
 NGU = {
-    "collection.strategy": "ngu",
-    "collection.max_draws": 16,
-    "collection.overlap": "finish",
-    "collection.max_age": 2,
+    "collection.strategy": "ngu", "collection.max_draws": 16, "collection.overlap": "finish", "collection.max_age": 2,
     "learning.kl_coefficient": 0.01,
-}
+}  # fmt: skip
 ESTIMATE = {"collection.strategy": "estimate", "collection.objective": "log"}
+EXACT = {
+    "collection.strategy": "positive", "collection.objective": "log", "collection.samples_per_round": 1,
+    "collection.max_rounds": 16, "collection.control_variate": "noise", "reward.workers": 1,
+    "reward.path": f"{ROOT}/examples/second_half.py:reward", "learning.entropy_coefficient": 1e-3,
+    "learning.kl_coefficient": 0.01,
+}  # fmt: skip
 RUNS = {
     "value": ESTIMATE
     | {"estimator.kind": "value", "collection.baseline": "leave_one_out", "learning.micro_batches": 2},
@@ -50,24 +48,12 @@ RUNS = {
     "ema": ESTIMATE,
     "positive": {"collection.strategy": "positive", "collection.objective": "log", "collection.correction": "none"},
     # Single draws until the first success, some of them ahead of verdicts.
-    "exact": {
-        "collection.strategy": "positive",
-        "collection.objective": "log",
-        "collection.samples_per_round": 1,
-        "collection.max_rounds": 16,
-        "collection.control_variate": "noise",
-        "reward.path": f"{ROOT}/examples/second_half.py:reward",
-        "reward.workers": 1,
-        "learning.entropy_coefficient": 1e-3,
-        "learning.kl_coefficient": 0.01,
-    },
+    "exact": EXACT,
 }
 # Of these prompts some come again, with another probability.
 RUNS["proportional"] = RUNS["exact"] | {
-    "collection.selection": "proportional",
-    "collection.prompts_per_iteration": 64,
-    "learning.prompts_per_update": 32,
-}
+    "collection.selection": "proportional", "collection.prompts_per_iteration": 64, "learning.prompts_per_update": 32,
+}  # fmt: skip
 # Estimates and the reference of "exact" and the partial rollouts of "in flight" resume in the same way;
 # test_value_head.py has the state of "value", test_updates.py batches that grow, test_selection.py the state of
 # `Proportional`. A run of test_rivals.py is killed in an update, and resumes with its selection.
