@@ -25,6 +25,13 @@ from reinforce_ada_jax.types import Pool
 REFERENCE = pathlib.Path(__file__).parents[1] / "golden" / "reference" / "group_advantage.jsonl"
 
 
+def drawn(rewards, strategy, **settings) -> tuple[Pool, strategies.Strategy]:
+    """The pool of one prompt with scripted rewards, and the strategy: of two rounds of 4, and groups of 4."""
+    config = SimpleNamespace(strategy=strategy, **{"group_size": 4, "samples_per_round": 4, "max_rounds": 2} | settings)
+    (pool,) = run_strategy(config, np.array([rewards]))
+    return pool, strategies.build(config)
+
+
 def test_reference_vectors():
     """Advantages are those that the published program computed."""
     cases = [json.loads(line) for line in REFERENCE.read_text().splitlines()]
@@ -79,24 +86,21 @@ def test_half_given_pool_statistics_are_refused():
 
 def test_make_group():
     """A group has the kept responses, with advantages from the pool's statistics."""
-    config = SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2)
     # Round 1 has one hit, round 2 another: 8 draws, mean 1/4; kept the hits 2, 5 and the first wrong 0, 1.
     # From the group's own mean the advantages would be +-1/2.
-    (pool,) = run_strategy(config, np.array([[0, 0, 1, 0, 0, 1, 0, 0]]))
-    group = make_group(pool, strategies.build(config))
+    rewards = [0, 0, 1, 0, 0, 1, 0, 0]
+    pool, strategy = drawn(rewards, "balance")
+    group = make_group(pool, strategy)
     assert group.pool is pool
     assert group.kept.tolist() == [0, 1, 2, 5]
     np.testing.assert_array_equal(group.advantages, [-0.25, -0.25, 0.75, 0.75])
     # Variance of 2 hits in 8: (2 * 9/16 + 6 * 1/16) / 7 = 1.5 / 7, deviation 0.46291; 0.75 / 0.46291 = 1.62018.
-    config.normalize_by_std = True
-    normalized = make_group(pool, strategies.build(config))
+    normalized = make_group(*drawn(rewards, "balance", normalize_by_std=True))
     np.testing.assert_allclose(normalized.advantages, [-0.54006, -0.54006, 1.62018, 1.62018], rtol=0, atol=1e-5)
 
 
 def test_make_group_of_grpo_keeps_all_and_compares_with_itself():
-    config = SimpleNamespace(strategy="grpo", group_size=4, samples_per_round=8, max_rounds=4)
-    (pool,) = run_strategy(config, np.array([[0, 1, 1, 1]]))
-    group = make_group(pool, strategies.build(config))
+    group = make_group(*drawn([0, 1, 1, 1], "grpo", samples_per_round=8, max_rounds=4))
     assert group.kept.tolist() == [0, 1, 2, 3]
     np.testing.assert_array_equal(group.advantages, [-0.75, 0.25, 0.25, 0.25])
 
@@ -121,12 +125,8 @@ ADVANTAGES = {
 @pytest.mark.parametrize("baseline", ADVANTAGES)
 def test_baselines(baseline, normalize):
     """Each baseline has its advantages by hand."""
-    config = SimpleNamespace(
-        strategy="balance", group_size=4, samples_per_round=4, max_rounds=2,
-        baseline=baseline, normalize_by_std=normalize,
-    )  # fmt: skip
-    (pool,) = run_strategy(config, np.array([[0, 1, 0, 0, 0, 0, 1, 0]]))
-    group = make_group(pool, strategies.build(config))
+    rewards, settings = [0, 1, 0, 0, 0, 0, 1, 0], {"baseline": baseline, "normalize_by_std": normalize}
+    group = make_group(*drawn(rewards, "balance", **settings))
     assert group.kept.tolist() == [0, 1, 2, 6]
     hit, wrong = ADVANTAGES[baseline][normalize]
     # The 1e-6 added to a deviation moves these by up to 5e-6.
@@ -134,11 +134,9 @@ def test_baselines(baseline, normalize):
 
 
 def test_an_unknown_baseline_of_a_users_strategy_is_refused():
-    config = SimpleNamespace(strategy="grpo", group_size=2, samples_per_round=2, max_rounds=1)
-    (pool,) = run_strategy(config, np.array([[0, 1]]))
-    strategy = dataclasses.replace(strategies.build(config), baseline="median")
+    pool, strategy = drawn([0, 1], "grpo", group_size=2, samples_per_round=2, max_rounds=1)
     with pytest.raises(ValueError, match="'median'; it must be one of group, pool, leave_one_out, anchored"):
-        make_group(pool, strategy)
+        make_group(pool, dataclasses.replace(strategy, baseline="median"))
 
 
 def test_leave_one_out_by_hand():
@@ -185,21 +183,13 @@ def test_anchored_by_hand():
     ],
 )
 def test_a_fixed_group_takes_the_whole_weight(settings, factor):
-    config = SimpleNamespace(
-        strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, correction="none", **settings
-    )
-    (pool,) = run_strategy(config, np.array([[0, 1, 0, 0, 0, 0, 1, 0]]))
-    group = make_group(pool, strategies.build(config))
+    group = make_group(*drawn([0, 1, 0, 0, 0, 0, 1, 0], "balance", correction="none", **settings))
     np.testing.assert_allclose(group.advantages, factor * np.array([-0.25, 0.75, -0.25, 0.75]), rtol=1e-14)
     assert group.weight_clipped == (settings.get("objective_epsilon") == 0.5)
 
 
 def test_an_all_wrong_pool_is_clipped_and_has_no_signal():
-    config = SimpleNamespace(
-        strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, objective="log", correction="none"
-    )
-    (pool,) = run_strategy(config, np.zeros((1, 8)))
-    group = make_group(pool, strategies.build(config))
+    group = make_group(*drawn([0] * 8, "balance", objective="log", correction="none"))
     assert group.weight_clipped and not group.advantages.any()
 
 
@@ -218,11 +208,7 @@ def test_an_all_wrong_pool_is_clipped_and_has_no_signal():
     ],
 )
 def test_estimate_takes_what_draws_did_not_pay(settings, factor):
-    config = SimpleNamespace(
-        strategy="estimate", group_size=4, samples_per_round=4, max_rounds=2, objective_epsilon=0.01, **settings
-    )
-    (pool,) = run_strategy(config, np.array([[0, 1, 0, 0, 0, 0, 0, 0]]))
-    group = make_group(pool, strategies.build(config))
+    group = make_group(*drawn([0, 1, 0, 0, 0, 0, 0, 0], "estimate", objective_epsilon=0.01, **settings))
     assert group.kept.tolist() == [0, 1, 2, 3]  # one prompt: the whole budget, M = 4
     np.testing.assert_allclose(group.advantages, factor * np.array([-0.25, 0.75, -0.25, -0.25]), rtol=1e-6)
     assert not group.weight_clipped
@@ -232,9 +218,7 @@ def test_estimate_takes_what_draws_did_not_pay(settings, factor):
 
 
 def test_old_responses_are_not_kept_and_still_count_in_the_mean():
-    config = SimpleNamespace(strategy="ngu", group_size=4, samples_per_round=8, max_rounds=4, max_age=4)
-    (pool,) = run_strategy(config, np.array([[0, 0, 0, 1] + [0] * 28]))
-    strategy = strategies.build(config)
+    pool, strategy = drawn([0, 0, 0, 1] + [0] * 28, "ngu", samples_per_round=8, max_rounds=4, max_age=4)
     group = make_group(pool, strategy, ages=np.array([5, 5, 0, 4]))
     # An age of exactly 4 is kept. Mean over all four responses 1/4; over the two kept it would be 1/2, and +-1/2.
     assert group.kept.tolist() == [2, 3]
@@ -309,10 +293,7 @@ def test_length_never_reinforces_a_wrong_answer(name, correction, objective):
 
 def test_lengths_count_where_the_weight_is_0():
     # w(1) = 4 (1 - 1)^3: four right answers with penalties of 0.5, 0, 0 and 0.1 differ in their lengths alone.
-    config = SimpleNamespace(
-        strategy="grpo", group_size=4, samples_per_round=4, max_rounds=1, objective="pass_at_k", objective_k=4
-    )
-    (plain,) = run_strategy(config, np.ones((1, 4)))
+    plain, strategy = drawn([1] * 4, "grpo", max_rounds=1, objective="pass_at_k", objective_k=4)
     verdicts = [dataclasses.replace(plain.verdicts[0], penalty=penalty) for penalty in (0.5, 0.0, 0.0, 0.1)]
-    group = make_group(dataclasses.replace(plain, verdicts=tuple(verdicts)), strategies.build(config))
+    group = make_group(dataclasses.replace(plain, verdicts=tuple(verdicts)), strategy)
     np.testing.assert_allclose(group.advantages, [-0.35, 0.15, 0.15, 0.05], atol=1e-15)
