@@ -448,14 +448,10 @@ def test_who_waits_for_verdicts_is_asked_all_the_while(monkeypatch, deterministi
 
     with pytest.raises(KeyError):
         collect(
-            make_prompts(1),
-            sampler(4, everything),
-            lambda pairs: Future(),
-            strategies.fixed(4),
-            CollectOptions(deterministic=deterministic),
-            carried=CarriedRollouts(broken_off=broken_off),
+            make_prompts(1), sampler(4, everything), lambda pairs: Future(), strategies.fixed(4),
+            CollectOptions(deterministic=deterministic), carried=CarriedRollouts(broken_off=broken_off),
             on_progress=on_progress,
-        )
+        )  # fmt: skip
     assert asked == [(0, 4)] * 4, "once for the yield"
     # Its responses are graded by the collection that goes on.
     rewards, carried = [1.0, 0.0, 0.0, 1.0], {"partial": broken_off}

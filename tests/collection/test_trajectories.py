@@ -97,14 +97,10 @@ def draw(environment, sample, strategy=GRPO, prompts=PROMPTS, *, partial=None, b
             raise KeyError("asked to end")
 
     return collect(
-        prompts,
-        sample,
-        turns.verdicts,
-        strategy,
-        carried=CarriedRollouts(partial or {}, broken_off={} if broken_off is None else broken_off),
-        turns=turns,
+        prompts, sample, turns.verdicts, strategy,
+        carried=CarriedRollouts(partial or {}, broken_off={} if broken_off is None else broken_off), turns=turns,
         on_progress=on_progress,
-    )
+    )  # fmt: skip
 
 
 def described(pools):

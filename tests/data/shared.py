@@ -56,7 +56,7 @@ TOKENIZERS = {
 
 
 def write_rows(file: pathlib.Path, rows: Iterable[Any]) -> str:
-    """Writes a JSONL file; a row that is a text is a line as it stands."""
+    """Writes a JSONL file; a row that is a text is written unchanged."""
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return str(file)
 

@@ -221,15 +221,9 @@ def trajectories(rollouts, prompts, environment=None, *, deterministic=True, kep
         types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=3)
     )
     return collect(
-        prompts,
-        sample_fn,
-        turns.verdicts,
-        strategy,
-        CollectOptions(deterministic=deterministic),
-        carried=CarriedRollouts(broken_off={} if kept is None else kept),
-        turns=turns,
-        on_progress=on_progress,
-    )
+        prompts, sample_fn, turns.verdicts, strategy, CollectOptions(deterministic=deterministic),
+        carried=CarriedRollouts(broken_off={} if kept is None else kept), turns=turns, on_progress=on_progress,
+    )  # fmt: skip
 
 
 def described(pools: list[Pool]) -> list:

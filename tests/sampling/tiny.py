@@ -191,12 +191,9 @@ def assert_different(left: Samples, right: Samples) -> None:
 @functools.partial(jax.jit, static_argnames="temperature")
 def _logprobs(params, batch, temperature):
     return response_logprobs(
-        ARCHITECTURE,
-        params,
-        batch,
-        HeadConfig(temperature, ARCHITECTURE.tied_embedding),
+        ARCHITECTURE, params, batch, HeadConfig(temperature, ARCHITECTURE.tied_embedding),
         execution=Execution(jnp.float32, remat="full"),
-    )[0]
+    )[0]  # fmt: skip
 
 
 def logprob_gaps(samples: Samples, temperature: float = 1.0) -> np.ndarray:

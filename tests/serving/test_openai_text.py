@@ -344,13 +344,9 @@ def test_tokens_that_cannot_be_decoded_end_the_request(monkeypatch, ended):
     async def ask():
         sampler = ScriptedSampler(tokenizer, "", 1)
         call = Call(
-            [PromptText(np.zeros(1, np.int32))],
-            terms,
-            tokenizer,
-            Backend(sampler, ScriptedScores()),
-            "name",
+            [PromptText(np.zeros(1, np.int32))], terms, tokenizer, Backend(sampler, ScriptedScores()), "name",
             ended_with.append,
-        )
+        )  # fmt: skip
         call.choices[0].job.watch(1, sampled([1]), ended)
         with pytest.raises(Refusal, match="the tokenizer of the model can't decode 1 tokens"):
             await asyncio.wait_for(call.finished(), 5)

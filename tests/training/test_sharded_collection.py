@@ -152,25 +152,17 @@ def collected(
         if log is not None:
             log.append([prompt.id for prompt in job.prompts])
         pools = collect(
-            job.prompts,
-            functools.partial(sample, prefetch=prefetch),
-            verify,
-            job.strategy,
+            job.prompts, functools.partial(sample, prefetch=prefetch), verify, job.strategy,
             CollectOptions(replacements=job.replacements, estimate_fn=job.estimate_fn, seed=3, iteration=5),
-            carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial),
-            on_progress=end,
-        )
+            carried=CarriedRollouts(job.partial, job.prefetch, job.broken_off.partial), on_progress=end,
+        )  # fmt: skip
         return pools, collections.Counter(tokens=sum(len(r.tokens) for pool in pools for r in pool.responses))
 
     job = sharded_collection.Job(
-        prompts,
-        built,
-        replacements if built.extra_batches else (),
+        prompts, built, replacements if built.extra_batches else (),
         (lambda prompts: np.array([rates[prompt.id] for prompt in prompts])) if built.plan else None,
-        partial=partial or {},
-        prefetch=upcoming,
-        broken_off=broken_off or CollectedShard([]),
-    )
+        partial=partial or {}, prefetch=upcoming, broken_off=broken_off or CollectedShard([]),
+    )  # fmt: skip
     pools, counts = drawn_by_all(job, draw)
     assert counts["tokens"] == sum(len(response.tokens) for pool in pools for response in pool.responses)
     return pools, upcoming.partial
