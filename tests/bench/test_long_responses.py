@@ -3,12 +3,13 @@
 import pytest
 
 from bench import command_line, long_responses
+from tests import standins
 from tests.bench.test_rollout import parsed
 
 
 @pytest.mark.slow  # an engine to compile
 def test_costs_of_one_length(monkeypatch):
-    monkeypatch.setattr(long_responses, "SHORTEST", 256)
+    standins.constants(monkeypatch, long_responses, SHORTEST=256)
     arguments = "--shape=16x1 --slots=4 --page_size=8 --window=8 --prefill_tokens=32 --response_tokens=256"
     found = command_line.measured(long_responses.run, parsed(*arguments.split()))["256"]
     # Slots of 40 pages, for 64 + 256 tokens; 8 prompt rows of 40 pages, for 64 + 255.

@@ -14,6 +14,7 @@ from reinforce_ada_jax.sampling.chunks import chunk_attention, next_chunk, visib
 from reinforce_ada_jax.sampling.page_writes import write_pages
 from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention
 from reinforce_ada_jax.sampling.state import empty_occupancy
+from tests import standins
 from tests.sampling import tiny
 
 
@@ -51,7 +52,7 @@ def test_visible_pages_are_in_the_order_of_the_tables():
 @pytest.mark.parametrize("entries", [4, 8, 2**15])  # one, two and all tables at a time
 def test_only_the_last_token_of_a_prompt_has_its_table_searched(entries, monkeypatch):
     """A chunk of three prompts: the second one begins with two pages of the first. Pages of 4 tokens."""
-    monkeypatch.setattr(chunks, "ENTRIES_AT_A_TIME", entries)
+    standins.constants(monkeypatch, chunks, ENTRIES_AT_A_TIME=entries)
     prompts = jnp.array([[7, 2, 9, 4], [7, 2, 5, 0], [3, 8, 0, 0]])
     row, lengths = jnp.array([0, 0, 0, 1, 1, 2, 2, 2]), jnp.array([11, 12, 13, 9, 10, 1, 0, 0])
     pages = visible_pages(prompts[row], lengths, 4, 11, row=row)

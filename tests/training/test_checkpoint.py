@@ -583,7 +583,7 @@ def test_fingerprints_do_not_depend_on_groups(monkeypatch):
     params = {str(number): jnp.arange(10.0 + number) for number in range(5)}
     together = fingerprints.numbers(params)
     assert len(fingerprints.programs(params)) == 1 and len(set(together)) == 5
-    monkeypatch.setattr(fingerprints, "GROUP_BYTES", 100)  # of arrays of 40 to 56 bytes
+    standins.constants(monkeypatch, fingerprints, GROUP_BYTES=100)  # of arrays of 40 to 56 bytes
     assert len(fingerprints.programs(params)) == 3 and fingerprints.numbers(params) == together
 
 

@@ -8,6 +8,7 @@ import pytest
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import host_memory
 from reinforce_ada_jax.types import Prompt
+from tests import standins
 from tests.running import tiny
 
 PROMPTS = [Prompt("0", "", "", np.zeros(8, np.int32))]
@@ -28,7 +29,7 @@ def test_weights_and_cache_fit_the_machine(engine, monkeypatch):
 
 
 def test_the_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_memory, "_GROUP", tmp_path / "memory.max")
+    standins.constants(monkeypatch, host_memory, _GROUP=tmp_path / "memory.max")
     physical = host_memory.of_machine()
     assert physical > 2**28
     (tmp_path / "memory.max").write_text("max\n")
