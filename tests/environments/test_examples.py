@@ -1,12 +1,14 @@
 """The two examples of docs/how_to/environments.md: how they answer, and that their models and runs can be made."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from reinforce_ada_jax.environments.episode import Episode
 from tests import forked
-from tests.running import ROOT, environment, load, reproducible, run_python
+from tests.running import ROOT, environment, load, reproducible
 
 EXAMPLES = load(ROOT / "examples" / "environments.py")
 
@@ -47,7 +49,8 @@ def test_the_calculator_answers_calls_and_then_grades(expression, result):
 @pytest.mark.parametrize("task", ["game", "calculator"])
 def test_models_are_made_and_train(tmp_path, task):
     folder = tmp_path / task
-    made = run_python("examples/environment_models.py", f"--task={task}", f"--output={folder}")
+    command = [sys.executable, "examples/environment_models.py", f"--task={task}", f"--output={folder}"]
+    made = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     changes = {
         "model.path": folder / "model", "data.prompts": folder / "problems.jsonl", "iterations": 2,
