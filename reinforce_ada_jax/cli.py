@@ -102,7 +102,8 @@ class _ConfigParser(config_flags.ConfigFileFlagParser):
         except ValueError as error:  # absl would put the flag in front of its text
             raise _WrongConfigError(f"{error} Name a file such as configs/tiny.py.") from error
         try:
-            user_code.let_import_beside(source)
+            if not file.startswith(_PACKAGE):  # whose folder has modules named types, config and data
+                user_code.let_import_beside(source)
             with _ends_are_said(), user_code.failures(source, setting):
                 config = super().parse(file)
         except ValueError as error:
