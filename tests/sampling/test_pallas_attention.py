@@ -1,3 +1,4 @@
+import contextlib
 import functools
 
 import jax
@@ -285,6 +286,14 @@ def test_a_page_table_beyond_a_tpus_scalar_memory_is_refused():
         jax.eval_shape(functools.partial(pallas_tpu, mesh=make_mesh()), *arrays)
 
 
+def on_a_gpu(mesh):
+    """A context with the mesh on GPUs that are not there: jax 0.11 asks for their kind."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
+    own = mesh.abstract_mesh
+    abstract = jax.sharding.AbstractMesh(own.axis_sizes, own.axis_names, own.axis_types, abstract_device=device)
+    return jax.sharding.use_abstract_mesh(abstract)
+
+
 # jax 0.11 still compiles for Triton, and says that it will end.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -300,7 +309,8 @@ def test_lowers_for_the_real_device_without_one(backend, platform, target, head_
     pages = jax.eval_shape(lambda: empty_pages(shape, None if int8 else jnp.bfloat16))
     integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64,), (64, 81)))
     softmax = Softmax(sinks=jax.ShapeDtypeStruct((12,), jnp.float32) if sinks else None)
-    attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(tensor=tensor)))
-    assert (
-        target in attend.trace(query, pages, pages, *integers, softmax).lower(lowering_platforms=(platform,)).as_text()
-    )
+    mesh = make_mesh(tensor=tensor)
+    attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=mesh))
+    with on_a_gpu(mesh) if platform == "cuda" else contextlib.nullcontext():
+        traced = attend.trace(query, pages, pages, *integers, softmax)
+        assert target in traced.lower(lowering_platforms=(platform,)).as_text()
