@@ -41,12 +41,25 @@ class Task:
 
 
 SECOND_HALF = {"reward.path": f"{EXAMPLES}/second_half.py:reward", "reward.workers": 1}
+SPELL_BACKWARD = {
+    "model.path": "runs/spell_backward/model",
+    "data.prompts": "runs/spell_backward/problems.jsonl",
+    "evaluation.benchmarks": ("runs/spell_backward/heldout.jsonl",),
+    "reward.path": f"{EXAMPLES}/reasoning_gym_rewards.py:spell_backward",
+}
 TASKS = {
     "cipher": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 15.0, 60.0, 10),
     "second_half": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 15.0, 60.0, 10, SECOND_HALF),
     "words": Task("word_problems", (60_000, 120_000, 200_000), 0.6, 8, 30.0, 240.0, 20, learning_rate=5e-4),
     "maze": Task(
         "maze", (80_000, 160_000, 320_000), 0.5, 8, 120.0, 400.0, 25, {"evaluation.samples": 8}, learning_rate=3e-5
+    ),
+    "shortest_path": Task(
+        "reasoning_gym", (30_000, 50_000, 75_000), 0.35, 8, 60.0, 240.0, 20, learning_rate=2e-4, predicts=False
+    ),
+    "spell_backward": Task(
+        "reasoning_gym", (50_000, 100_000, 150_000), 0.3, 8, 60.0, 240.0, 20, SPELL_BACKWARD, learning_rate=3e-4,
+        predicts=False,
     ),
     "sums": Task(
         "smollm2_sums", (20_000, 30_000, 40_000), 0.3, 4, 600.0, 2400.0, 8, learning_rate=3e-5, updates=16,
