@@ -17,7 +17,9 @@ def named_tests(rows: list[list[str]]) -> list[tuple[str, str]]:
 def exists(file: pathlib.Path, function: str) -> bool:
     """Returns True if a file defines a function at its top level."""
     return file.is_file() and function in {
-        node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+        node.name
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 
 

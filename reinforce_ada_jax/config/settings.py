@@ -144,7 +144,7 @@ class JudgeConfig:
         "{{ answer }} and other columns; empty: a general one.",
     )  # fmt: skip
     score: str = setting(
-        r"(?im)^\W*score\W*?(?:\([^()\n]*\)[^\w\n]*?)?([-−]?(?:\d+(?:\.\d+)?|\.\d+))",
+        r"(?im)^\W*score\W*?(?:\([^()\n]*\)[^\w\n]*?)?([-−]?\d*\.?\d+)",
         "Regular expression whose group is the score, in its last match; or "
         "json:FIELD.", rule="a_judge_is_complete",
     )  # fmt: skip

@@ -17,6 +17,7 @@ _NUMBER = re.compile(
 # Spaces of LaTeX and Unicode between groups of three digits, and those after a sign.
 _GROUPS = re.compile(r"(?<=\d)(?:\\[,;: ]|[~ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _SIGN = re.compile(r"\A([\s({]*[-−])\s+")
+_LETTER = re.compile(r"[^\W\d_]")
 _MARK = "####"
 
 
@@ -56,7 +57,8 @@ def _reference(answer: str) -> Fraction:
     try:
         return Fraction(answer.replace(",", ""))
     except (ValueError, ZeroDivisionError):  # $18, 25%
-        if (number := _only_number(answer)) is None or len(number) > MAX_DIGITS:
+        number = None if _LETTER.search(answer) else _only_number(answer)
+        if number is None or len(number) > MAX_DIGITS:
             raise ValueError(f"the answer {answer[:40]!r} is not one number, which reward.kind=gsm8k needs") from None
         return Fraction(number)
 

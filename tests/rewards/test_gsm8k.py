@@ -61,5 +61,7 @@ def test_grade_is_exact():
 
 
 def test_an_answer_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="the answer 'z1SW' is not one number"):  # or 1 would be right
+        grade("#### 1", "z1SW")
     with pytest.raises(ValueError, match="the answer '5 or 6' is not one number, which reward.kind=gsm8k needs"):
         grade("#### 5", "5 or 6")
