@@ -5,9 +5,9 @@ r"""Two tasks of reasoning-gym that a model of 100,000 weights learns, and such 
     python examples/reasoning_gym_models.py --task=spell_backward --output=runs/spell_backward
 
 Written are problems.jsonl and heldout.jsonl, as examples/reasoning_gym_problems.py makes them, and model/, a Hugging
-Face folder. The model has learned from worked answers to the problems, and is right about every fifth time. In
-`shortest_path` most problems have several right responses, and a worked answer is a random one of these. In
-`spell_backward` each word has one. The text that all questions share is one token.
+Face folder. The model has learned from worked answers to the problems, and a quarter of its responses are right, or a
+little less. In `shortest_path` half of the problems have several right responses, and a worked answer is a random one
+of these. In `spell_backward` each word has one. The text that all questions share is one token.
 """
 
 import json

@@ -102,8 +102,7 @@ class _ConfigParser(config_flags.ConfigFileFlagParser):
         except ValueError as error:  # absl would put the flag in front of its text
             raise _WrongConfigError(f"{error} Name a file such as configs/tiny.py.") from error
         try:
-            if not file.startswith(_PACKAGE):  # whose folder has modules named types, config and data
-                user_code.let_import_beside(source)
+            user_code.let_import_beside(source)
             with _ends_are_said(), user_code.failures(source, setting):
                 config = super().parse(file)
         except ValueError as error:
