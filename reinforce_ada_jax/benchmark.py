@@ -85,12 +85,13 @@ def measure(settings: Sequence[str], iterations: int) -> dict[str, Any]:
             result[f"first_token_{kind}_s"] = seconds_until(FIRST_TOKEN, command, environment)
             # The first iteration compiles.
             taken += map(json.loads, (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[1:])
+    unit = 1 if sys.platform == "darwin" else 1024
     result |= {
         "tokens_per_s": statistics.median(each["collection/tokens"] / each["time/collect_s"] for each in taken),
         "collect_s": statistics.median(each["time/collect_s"] for each in taken),
         "update_s": statistics.median(each["time/update_s"] for each in taken),
         "slot_utilisation": statistics.median(each["collection/slot_utilisation"] for each in taken),
-        "process_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+        "process_peak_bytes": unit * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
     }
     device_bytes = max(each["memory/peak_bytes"] for each in taken)
     return result | ({"device_peak_bytes": device_bytes} if device_bytes else {})

@@ -30,6 +30,7 @@ _PIPE_BYTES = 2**16
 _FIRST_UID, _UIDS = 20_000, 40_000  # user ids of programs, where this process is root
 _STACK_BYTES = 8 * 2**20
 _OPEN_FILES = 64
+_MOST_FILES = 2**20  # of this process; the limit of macOS can be infinite
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
@@ -74,12 +75,16 @@ def _code(status: int) -> int:
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
+def _close_from(first: int) -> None:
+    os.closerange(first, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_FILES))
+
+
 def _fork_and_keep() -> None:
     """Returns in a new child; this process waits for it, and ends with its exit code."""
     child = os.fork()
     if child == 0:
         return
-    os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # else the outputs would never be seen to end
+    _close_from(0)  # else the outputs would never be seen to end
     os._exit(_code(process_tree.wait_for(child)))
 
 
@@ -117,7 +122,7 @@ def _take_descriptors(stdin: int, stdout: int, channel: int | None, report: int)
     high = [os.dup2(each, first + index) for index, each in enumerate(copies)]
     for target, each in enumerate(high):
         os.dup2(each, target, inheritable=target < 3 or (target == 3 and channel is not None))
-    os.closerange(5, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    _close_from(5)
     return 4
 
 

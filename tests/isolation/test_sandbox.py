@@ -43,3 +43,20 @@ def test_without_namespaces_the_filter_and_the_limits_remain():
         assert found == {"error": f"[Errno 13] Permission denied: {sys.executable!r}"}  # it never runs as root
     else:
         assert found == {"output": "1\n1\n", "code": 0}
+
+
+# macOS lets a shell have an infinite limit of files, which `os.closerange` can't take.
+ENDLESS_FILES = """
+import resource
+from reinforce_ada_jax.isolation import sandbox
+from reinforce_ada_jax.isolation.sandbox import Limits, Program
+
+limit = resource.getrlimit
+resource.getrlimit = lambda number: (2**63 - 1,) * 2 if number == resource.RLIMIT_NOFILE else limit(number)
+limits = Limits(processor_s=2, wall_s=10.0, memory_bytes=2**28, files_bytes=2**20, processes=8)
+print(sandbox.run([Program(["-S", "-c", "print(1)"])], limits).output.decode())
+"""
+
+
+def test_a_program_runs_where_the_number_of_open_files_has_no_limit():
+    assert run_python("-c", ENDLESS_FILES).stdout.strip() == "1"
