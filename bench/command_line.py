@@ -9,6 +9,7 @@ from absl import flags
 
 from bench import options
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.analysis.tables import plain
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.distributed import mesh
 from reinforce_ada_jax.files import buckets
@@ -56,13 +57,13 @@ def summary(result: dict[str, Any], indent: str = "") -> str:
 
 
 def report(name: str, result: dict[str, Any], file: str | None) -> None:
-    """Prints the numbers of the measurement `name`, and writes them into a file."""
+    """Prints the numbers of the measurement `name`, and writes them into a file, NaN and infinity as null."""
     result = {"benchmark": name, **result}
     print(summary(result))
     if file:
         with buckets.output(file) as local:
             local.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(local, json.dumps(result, indent=2) + "\n")
+            write_atomically(local, json.dumps(plain(result), indent=2, allow_nan=False) + "\n")
         print(f"kept in {file}")
 
 

@@ -58,18 +58,18 @@ def write(output: str | None, name: str, panels: Sequence[Panel], result: Mappin
 
     folder = pathlib.Path(output)
     plotting.draw(panels, folder / name, columns=3 if len(panels) <= 3 else -(-len(panels) // 2))
-    (folder / f"{name}.json").write_text(json.dumps(_plain(result), indent=2) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(plain(result), indent=2) + "\n")
     print(f"\nfigure and numbers: {folder}/{name}.png, .svg, -dark.svg, .json")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Returns `value` in types that JSON has; numbers that are not finite become null."""
     if dataclasses.is_dataclass(value):
-        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float | np.floating):
         return float(value) if np.isfinite(value) else None
     return int(value) if isinstance(value, np.integer) else value
