@@ -36,8 +36,9 @@ from bench.methods import DRAWN, ENTRIES, TASKS, Entry, Task
 from bench.predictions import measured_rates
 from reinforce_ada_jax.analysis.tables import markdown
 from reinforce_ada_jax.config import resolve
+from reinforce_ada_jax.config.config_files import packaged
 from reinforce_ada_jax.reporting import plotting
-from reinforce_ada_jax.reporting.history import History, at_tokens, load
+from reinforce_ada_jax.reporting.history import CONFIG, History, at_tokens, load, read_json
 from reinforce_ada_jax.reporting.panels import Curve, Panel
 from reinforce_ada_jax.reporting.writers import read_metrics
 
@@ -64,12 +65,16 @@ def train(run: Run, workdir: pathlib.Path) -> None:
     """Trains a run to its end on one core; an unfinished one is resumed, and a finished one is left alone.
 
     Raises:
-      RuntimeError: it failed; the message has the end of its output.
+      RuntimeError: it failed, or the work directory has a run of an algorithm with other settings; the message has the
+        end of its output.
     """
     task, entry = TASKS[run.task], run.entry
     lines = read_metrics(workdir)
     if lines and lines[-1]["iteration"] >= entry.updates and f"evaluation/{BENCHMARK}/avg" in lines[-1]:
-        return
+        saved = read_json(workdir / CONFIG)["collection"]
+        wanted = {**packaged(task.config).collection, **entry.overrides}
+        if all(str(saved.get(key)) == str(value) for key, value in wanted.items()):
+            return  # otherwise `train` says which settings differ
     settings = {"seed": run.seed, "iterations": entry.updates, "learning.learning_rate": entry.learning_rate}
     settings |= {"logging.trackers": "", "evaluation.every": task.every, "checkpoint.every": entry.updates}
     settings |= task.settings
@@ -166,18 +171,20 @@ def _at_end(history: History, metric: str) -> float:
 def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
     """Returns means over seeds with their 95 % intervals, at equal updates, tokens, time and cost.
 
-    A budget that a run did not reach gives None, never an extrapolated number; so do the time and the threshold. The
-    entropy and the length of a response at the end are means of their metrics over the last ten iterations.
+    A budget that a run did not reach gives None, never an extrapolated number; so do the updates, the time and the
+    threshold. The entropy and the length of a response at the end are means of their metrics over the last ten
+    iterations.
     """
     result = {}
     for name, runs in histories.items():
+        ended = all(run.updates[-1] >= task.updates for run in runs)
         reached = [at_updates(run, task.updates) for run in runs]
         costs = np.array([cost_of(run, task.threshold) for run in runs])
         last = [max(run.curves[BENCHMARK]["pass"].items())[1] for run in runs]
         result[name] = {
             "learning_rate": runs[0].config["learning"]["learning_rate"],
-            f"avg_at_{task.updates}_updates": interval([average for average, _ in reached]),
-            f"tokens_at_{task.updates}_updates": interval([tokens for _, tokens in reached]),
+            f"avg_at_{task.updates}_updates": interval([average for average, _ in reached]) if ended else None,
+            f"tokens_at_{task.updates}_updates": interval([tokens for _, tokens in reached]) if ended else None,
             "avg_at_tokens": {
                 f"{budget:.0f}": interval([at_tokens(run, BENCHMARK, budget) for run in runs])
                 if all(run.tokens[-1] >= budget for run in runs)
@@ -221,10 +228,11 @@ def table(task: Task, result: dict[str, Any]) -> str:
     rows = []
     for name, numbers in result.items():
         some = f"{numbers['reached_threshold']} of the seeds"
+        spent = numbers[f"tokens_at_{task.updates}_updates"]
         rows.append([
             name, f"{numbers['learning_rate']:g}",
             *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in task.budgets),
-            cell(numbers[f"avg_at_{task.updates}_updates"]), f"{numbers[f'tokens_at_{task.updates}_updates'][0]:,.0f}",
+            cell(numbers[f"avg_at_{task.updates}_updates"]), cell(spent and spent[:1], 0),
             cell(numbers["avg_at_time"]),
             cell(numbers["tokens_to_threshold"], 0, some), cell(numbers["seconds_to_threshold"], 1, some),
             cell(numbers["pass_at_end"]), cell(numbers["entropy_at_end"]), cell(numbers["length_at_end"], 1),
@@ -258,7 +266,8 @@ def prediction_table(
 def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) -> None:
     """Draws held-out accuracy against updates, tokens and seconds of training: the mean, and the range over seeds."""
     if len(histories) > plotting.MOST_NAMED:
-        histories = {name: histories[name] for name in DRAWN if name in histories}
+        names = dict.fromkeys([*(name for name in DRAWN if name in histories), *histories])
+        histories = {name: histories[name] for name in [*names][: plotting.MOST_NAMED]}
     panels: dict[str, list[Curve]] = {"updates": [], "tokens": [], "seconds": []}
     for style, (name, runs) in enumerate(histories.items()):
         accuracies = [run.evaluations[BENCHMARK] for run in runs]

@@ -1,27 +1,33 @@
 """`bench.learning`: what is read from runs, at equal updates and at equal tokens."""
 
 import dataclasses
+import json
 import pathlib
+import subprocess
 
 import numpy as np
 import pytest
 from absl import flags
 
 from bench import command_line, learning, options
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config.config_files import packaged
 from reinforce_ada_jax.reporting.history import Accuracy, History
 from tests import standins
 from tests.running import cipher_file, refused
 
 
-def history(tokens_per_update: int, last: float) -> History:
-    """A run of 200 updates, a second each, whose held-out average rises in a straight line from 0 to `last`."""
-    updates = np.arange(1.0, 201.0)
+def history(tokens_per_update: int, last: float, num_updates: int = 200) -> History:
+    """A run whose updates take a second each, and whose held-out average rises in a straight line from 0 to `last`."""
+    updates = np.arange(1.0, num_updates + 1.0)
     tokens = tokens_per_update * updates
-    evaluated = np.array([0.0, 100.0, 200.0])
-    evaluation = Accuracy(evaluated, tokens_per_update * evaluated, evaluated / 200 * last, np.zeros(3))
-    curves = {"heldout": {"pass": {100.0: {1: 0.0, 16: 0.1}, 200.0: {1: last, 16: 1.0}}}}
-    metrics = {"collection/entropy": np.linspace(2.0, 0.01, 200), "completions/mean_length": np.arange(200.0)}
-    metrics |= {f"collection/{name}": np.ones(200) for name in ("draws_mean", "zero_signal_share")}
+    evaluated = np.array([0.0, num_updates / 2, num_updates])
+    evaluation = Accuracy(evaluated, tokens_per_update * evaluated, evaluated / num_updates * last, np.zeros(3))
+    curves = {"heldout": {"pass": {evaluated[1]: {1: 0.0, 16: 0.1}, evaluated[2]: {1: last, 16: 1.0}}}}
+    metrics = {
+        "collection/entropy": np.linspace(2.0, 0.01, num_updates), "completions/mean_length": updates - 1.0,
+        "collection/draws_mean": np.ones(num_updates), "collection/zero_signal_share": np.ones(num_updates),
+    }  # fmt: skip
     config = {"learning": {"learning_rate": 2e-3}}
     return History(
         "run", 16, updates, tokens, updates, metrics, {"heldout": evaluation}, curves, config, pathlib.Path("run")
@@ -72,6 +78,66 @@ def test_one_seed_has_no_interval_and_a_short_run_no_time():
     found = learning.summary(learning.TASKS["cipher"], {"grpo-4": [short]})
     row = [cell.strip() for cell in learning.table(learning.TASKS["cipher"], found).splitlines()[2].split("|")[1:-1]]
     assert row[5] == "0.200" and row[7] == "not reached"
+
+
+def test_a_run_of_fewer_updates_has_no_average_at_those_of_the_task():
+    found = learning.summary(learning.TASKS["cipher"], {"grpo-4": [history(320, 0.1, 50), history(320, 0.4)]})
+    assert found["grpo-4"]["avg_at_100_updates"] is None and found["grpo-4"]["tokens_at_100_updates"] is None
+    row = [cell.strip() for cell in learning.table(learning.TASKS["cipher"], found).splitlines()[2].split("|")[1:-1]]
+    assert row[5:7] == ["not reached", "not reached"]
+
+
+@pytest.mark.parametrize(
+    ("names", "drawn"),
+    [
+        ([f"mine-{index}" for index in range(7)], [f"mine-{index}" for index in range(6)]),
+        ([*"abcdef", "maxrl"], ["maxrl", *"abcde"]),
+        (["mine", *learning.DRAWN], [*learning.DRAWN]),
+    ],
+)
+def test_a_figure_of_many_algorithms_has_as_many_as_it_can_name(tmp_path, monkeypatch, names, drawn):
+    found = []
+    monkeypatch.setattr(learning.plotting, "draw", lambda panels, *_, **__: found.extend(panels))
+    learning.figure(learning.TASKS["cipher"], {name: [history(3350, 0.9)] for name in names}, tmp_path / "figure")
+    assert [[curve.label for curve in panel.curves] for panel in found] == [drawn] * 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_same"),
+    [
+        ({"strategy": "grpo", "group_size": "8"}, True),  # a flag's text
+        ({"strategy": "grpo", "group_size": 8}, True),
+        ({"strategy": "grpo", "group_size": "16"}, False),
+        ({"strategy": "grpo"}, False),  # the task's group size
+    ],
+)
+def test_a_finished_run_of_an_algorithm_with_other_settings_is_not_taken(tmp_path, monkeypatch, overrides, is_same):
+    """`train` gets the new settings, and refuses the work directory."""
+    config = config_lib.replaced(config_lib.resolve(packaged("tiny")), {"collection.strategy": "grpo"})
+    (tmp_path / "config.json").write_text(config_lib.to_json(config_lib.replaced(config, {"collection.group_size": 8})))
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "evaluation/heldout/avg": 0.5}\n')
+    calls = []
+    refusal = subprocess.CompletedProcess([], 2, "", "error: another configuration")
+    monkeypatch.setattr(learning.subprocess, "run", lambda command, **_: calls.append(command) or refusal)
+    run = learning.Run("cipher", learning.Entry("mine", overrides, updates=1), 0)
+    if is_same:
+        learning.train(run, tmp_path)
+    else:
+        with pytest.raises(RuntimeError, match="another configuration"):
+            learning.train(run, tmp_path)
+    assert len(calls) == (0 if is_same else 1)
+
+
+def test_the_numbers_of_one_seed_are_json(tmp_path):
+    """Half of an interval is NaN then, which JSON lacks."""
+    found = learning.summary(learning.TASKS["cipher"], {"grpo-4": [history(320, 0.4)]})
+    command_line.report("learning", {"cipher": found}, str(tmp_path / "out.json"))
+
+    def refused_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    numbers = json.loads((tmp_path / "out.json").read_text(), parse_constant=refused_constant)
+    assert numbers["cipher"]["grpo-4"]["avg_at_100_updates"] == [0.2, None]
 
 
 @pytest.mark.parametrize(("count", "point"), [(5, 2.776), (10, 2.262), (11, 2.228)])
