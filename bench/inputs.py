@@ -17,6 +17,8 @@ from reinforce_ada_jax.policy.transformer import Params
 
 # Settings of runs that are measured: nothing is reported elsewhere.
 QUIET = {"logging.trackers": ""}
+# Standard deviation of random biases, and of random scales of norms around 1.
+CHANGE = 0.1
 
 
 def config_of(options: flags.FlagValues) -> Config:
@@ -46,8 +48,16 @@ def architecture_of(options: flags.FlagValues) -> Architecture:
 
 
 def random_weights(options: flags.FlagValues, architecture: Architecture, dtype: str) -> Params:
-    """Returns weights made from --seed."""
-    return transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(dtype))
+    """Returns weights made from --seed.
+
+    Biases and scales of norms are random, too. With zeros and ones no comparison sees a program without them.
+    """
+    key = jax.random.key(options.seed)
+    weights = transformer.flatten(transformer.init(architecture, key, dtype=jnp.dtype(dtype)))
+    constant = [name for name, x in weights.items() if (x == x.ravel()[0]).all()]
+    for name, own in zip(constant, jax.random.split(jax.random.fold_in(key, 1), len(constant)), strict=True):
+        weights[name] += CHANGE * jax.random.normal(own, weights[name].shape, weights[name].dtype)
+    return transformer.nest(weights)
 
 
 def model_folder(options: flags.FlagValues, architecture: Architecture) -> pathlib.Path | None:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 
-from bench import models
+from bench import inputs, models, options
 from reinforce_ada_jax.policy import transformer
 from tests.policy import recording
 
@@ -69,6 +70,24 @@ def test_queries_of_one_layer_that_are_rotated_too_far_are_refused(family):
 
     with pytest.raises(ValueError, match="in units of rounding"):
         units(architecture, with_weight(params, "layers.attention.query", rotated), found)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [("layers.attention.query_bias", 0), ("layers.attention.value_bias", 0), ("layers.mlp_norm", 1)],
+)
+def test_with_random_weights_a_bias_or_a_norms_scale_that_one_layer_lacks_is_refused(name, left_out):
+    """With biases of 0 and scales of 1 a program without them would pass."""
+    values = options.define_flags(flags.FlagValues())
+    values(["bench", "--shape=32x2"])
+    architecture = models.shaped("32x2")
+    params = inputs.random_weights(values, architecture, "float32")
+    tokens = np.random.default_rng(0).integers(0, architecture.vocab_size, 32).astype(np.int32)
+    expected = models.logprobs(architecture, params, tokens)
+    assert models.check_logprobs(architecture, params, [tokens], [expected], "itself") == 0
+    wrong = with_weight(params, name, lambda x: x.at[1].set(left_out))
+    with pytest.raises(ValueError, match="in units of rounding"):
+        models.check_logprobs(architecture, wrong, [tokens], [expected], "a program without it")
 
 
 def test_one_wrong_token_of_many_is_refused_and_units_follow_the_model():
