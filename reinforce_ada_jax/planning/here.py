@@ -11,6 +11,7 @@ from reinforce_ada_jax.collection import slot_choice
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning import platform
+from reinforce_ada_jax.learning.learner import scores_in_update
 from reinforce_ada_jax.training.components import Components
 
 WEIGHTS = 2**24  # of a timed matrix: larger than caches, as a model's are
@@ -44,7 +45,9 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     group_size = config.collection.group_size
     shares = platform.row_layout(components.mesh, config, architecture).shares_prompts
     of_group = group_size * response + (1 if shares else group_size) * config.data.max_prompt_tokens
-    update = (3 if chosen.remat == "dots" else 4) * prompts * of_group * token
+    passes = 3 if chosen.remat == "dots" else 4
+    passes += (not scores_in_update(config)) + bool(config.learning.kl_coefficient)  # scoring of policy and reference
+    update = passes * prompts * of_group * token
     both = collect + update
     return (
         f"time        about {_time(both)} an iteration here: {_time(collect)} to draw, {_time(update)} to update, if "

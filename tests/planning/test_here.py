@@ -26,6 +26,11 @@ def test_the_line_of_a_dry_run(monkeypatch):
         "20 min for all iterations"
     )
 
+    # Two updates score their minibatches before, and a KL term needs the scores of the reference: 5 products, 11 s.
+    config = replaced(config, {"learning.prompts_per_update": 16, "learning.kl_coefficient": 0.01})
+    line = here.iteration_line(config, components, strategies.build(config.collection, regularized=True))
+    assert "5.4 s to draw, 11 s to update" in line
+
 
 def test_the_line_of_draws_alone(monkeypatch):
     # A step of 128 slots takes 107,392 * 2 us = 0.2148 s. 300 responses of 50 tokens fill the slots three times: 32 s.
