@@ -41,7 +41,8 @@ def _sentence(first: History, second: History, benchmark: str) -> str:
     """Returns a sentence that compares two runs after equal updates, and at equal numbers of generated tokens.
 
     At equal tokens one run has an evaluation. The average of the other one may be interpolated; it is marked then. If
-    the other one has no earlier evaluation, the part on equal tokens is left out.
+    the other one has no earlier evaluation, the part on equal tokens is left out; if the tokens of a run are not known,
+    all on tokens.
     """
     accuracies = [history.evaluations[benchmark] for history in (first, second)]
     last = max(set(accuracies[0].updates.tolist()) & set(accuracies[1].updates.tolist()), default=0.0)
@@ -49,10 +50,10 @@ def _sentence(first: History, second: History, benchmark: str) -> str:
         return ""
     ends = [float(accuracy.average[accuracy.updates.tolist().index(last)]) for accuracy in accuracies]
     spent = [float(history.at(np.array([last]), history.tokens)[0]) for history in (first, second)]
-    text = (
-        f"After {last:.0f} updates {second.name} reaches {ends[1]:.3f} and {first.name} {ends[0]:.3f}, and "
-        f"{second.name} generated {spent[1] / spent[0]:.1f} times the tokens for it"
-    )
+    text = f"After {last:.0f} updates {second.name} reaches {ends[1]:.3f} and {first.name} {ends[0]:.3f}"
+    if not np.isfinite(spent).all():
+        return f"{text}."
+    text += f", and {second.name} generated {spent[1] / spent[0]:.1f} times the tokens for it"
     budget = min(spent)
     if any(budget < accuracy.tokens[0] for accuracy in accuracies):
         return f"{text}."
@@ -75,7 +76,7 @@ def compare(histories: Sequence[History], benchmark: str) -> Comparison:
         averages = dict(zip(accuracy.updates.astype(int).tolist(), values, strict=True))
         early = history.metrics["collection/zero_signal_share"][history.updates <= EARLY_UPDATES]
         tokens, share = history.tokens[-1], f"{early.mean():.2f}" if early.size else ""
-        costs = [share, f"{tokens:,.0f}", f"{tokens / history.updates[-1]:,.0f}"]
+        costs = [share, *(f"{x:,.0f}" if np.isfinite(x) else "" for x in (tokens, tokens / history.updates[-1]))]
         runs.append(ComparedRun(history.name, averages, costs))
     samples = "/".join(map(str, sorted({history.samples for history in evaluated})))
     title = f"{benchmark} avg@{samples} after"

@@ -25,7 +25,11 @@ BUDGETS: dict[str, tuple[str, Callable[[History], Float[np.ndarray, " I"]]]] = {
     "tokens": ("generated tokens", lambda history: history.tokens),
     "time": ("seconds of collecting and updating", lambda history: history.seconds),
 }
-NEEDS_TIME = "evaluation or reward, or no time/*_s"
+# By the word in a title: what the axis needs, after what the panel needs.
+OF_AXIS = {
+    "updates": "", "tokens": ", or no line of an earlier iteration",
+    "time": ", or no time/*_s, or no line of an earlier iteration",
+}  # fmt: skip
 # Curves of one run, from its index and history; none if it lacks the metrics.
 CurvesFn = Callable[[int, History], Sequence[Curve]]
 
@@ -101,7 +105,7 @@ def learning(histories: Sequence[History]) -> Figure:
 
             title = f"{benchmark}: accuracy by {word}"
             panel = Panel(title, label, f"avg@{samples}", limits=(0.0, None), counted=label == UPDATES)
-            builder.add(panel, accuracy, NEEDS_TIME if word == "time" else f"evaluation of {benchmark}")
+            builder.add(panel, accuracy, f"evaluation of {benchmark}{OF_AXIS[word]}")
     if not benchmarks:
         builder.missing.append("Accuracy is not drawn: no run was evaluated.")
     for word, (label, budget) in BUDGETS.items():
@@ -109,7 +113,7 @@ def learning(histories: Sequence[History]) -> Figure:
         builder.add(
             panel,
             lambda index, run, budget=budget: _smoothed(index, run, budget(run), _column(run, "reward/first_round")),
-            NEEDS_TIME if word == "time" else "reward/first_round",
+            f"reward/first_round{OF_AXIS[word]}",
         )
     caption = (
         "The same curves against different costs. Seconds are those of collecting and updating, including compilation "

@@ -43,6 +43,7 @@ class History:
     name: str  # of the work directory
     samples: int  # responses per problem of an evaluation
     updates: Float[np.ndarray, " I"]  # number of updates at the end of each iteration
+    # Running totals; NaN after an iteration without a line, because its share is not known.
     tokens: Float[np.ndarray, " I"]  # generated until then, with discarded draws, without evaluations
     seconds: Float[np.ndarray, " I"]  # spent until then on collecting and updating
     metrics: dict[str, Float[np.ndarray, " I"]]  # by key of metrics.jsonl; NaN where an iteration lacks the key
@@ -114,8 +115,10 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
     except KeyError as error:
         raise ValueError(f"{workdir} is no run of ours: its config.json or metrics.jsonl lacks {error}.") from error
     discarded = np.array([line.get("collection/discarded_tokens", 0) for line in lines], float)
-    tokens = np.cumsum(needed[:, 0] + discarded)
-    updates = per_iteration * np.array([line["iteration"] for line in lines], float)
+    iterations = np.array([line["iteration"] for line in lines], float)
+    is_lacking = iterations != np.arange(1, len(lines) + 1)  # a line before
+    tokens = np.where(is_lacking, np.nan, np.cumsum(needed[:, 0] + discarded))
+    updates = per_iteration * iterations
     found = (key for line in lines for key, value in line.items() if isinstance(value, int | float))
     names = dict.fromkeys(["iteration", *found])
     columns = {name: np.array([line.get(name, np.nan) for line in lines], float) for name in names}
@@ -126,6 +129,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         if re.fullmatch(r"time/\w+_s", name) and name not in elsewhere
     ]
     seconds = np.cumsum(np.sum(spent, axis=0)) if spent else np.full(len(lines), np.nan)
+    seconds = np.where(is_lacking, np.nan, seconds)
     evaluations = [read_json(file) for file in sorted((workdir / "evaluations").glob("*.json"))]
     before = next((result for result in evaluations if result.get("iteration") == 0), {})
     return History(
@@ -205,4 +209,5 @@ def smooth(values: Float[np.ndarray, " N"], window: int = 5) -> Float[np.ndarray
 def at_tokens(history: History, benchmark: str, budget: float) -> float:
     """Interpolates the average at `budget` generated tokens linearly between evaluations."""
     accuracy = history.evaluations[benchmark]
-    return float(np.interp(budget, accuracy.tokens, accuracy.average))
+    known = np.isfinite(accuracy.tokens)
+    return float(np.interp(budget, accuracy.tokens[known], accuracy.average[known]))

@@ -102,6 +102,16 @@ def test_tokens_are_counted_from_the_beginning_of_a_run(tmp_path, runs):
     assert sentence.startswith("After 2 updates one reaches 0.400 and two 0.600, and one generated 1.0 times")
 
 
+def test_a_run_without_its_first_lines_is_compared_after_equal_updates_alone(tmp_path):
+    """Its tokens until then are lost: it has not "generated 0.5 times the tokens" of a run that is equal."""
+    whole, cut = (make_run(tmp_path / name, [100] * 4, {2: 0.4, 4: 0.8}) for name in ("whole", "cut"))
+    file = cut / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[2:]))
+    found = compare([load(whole), load(cut)], "heldout")
+    assert found.sentence == "After 4 updates cut reaches 0.800 and whole 0.800."
+    assert [run.costs[1:] for run in found.runs] == [["400", "100"], ["", ""]]
+
+
 def test_every_benchmark_has_its_comparison(tmp_path, runs):
     file = runs[0] / "metrics.jsonl"
     file.write_text(file.read_text().replace('"evaluation/heldout/avg', '"evaluation/other/avg'))

@@ -38,8 +38,8 @@ def test_learning_by_updates_tokens_and_time(tmp_path):
     # Both by updates and by tokens; the one whose metrics have no seconds not by time.
     assert [len(panel.curves) for panel in made.panels] == [2, 2, 1, 2, 2, 1]
     assert made.missing == [
-        f"“{name} by time” is without untimed: no evaluation or reward, or no time/*_s."
-        for name in ("heldout: accuracy", "Reward")
+        f"“{name} by time” is without untimed: no {metric}, or no time/*_s, or no line of an earlier iteration."
+        for name, metric in (("heldout: accuracy", "evaluation of heldout"), ("Reward", "reward/first_round"))
     ]
 
 

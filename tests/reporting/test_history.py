@@ -34,6 +34,20 @@ def test_discarded_draws_are_generated_tokens_too(tmp_path):
     assert history.evaluations["heldout"].tokens == 327
 
 
+def test_totals_after_an_iteration_without_a_line_are_not_known(tmp_path):
+    """Without the line of iteration 2 the tokens of iteration 3 would be 500, and are 700."""
+    times = {"time/collect_s": [1.0, 1.0, 1.0]}
+    workdir = make_run(tmp_path / "run", tokens=[100, 200, 400], averages={0: 0.1, 3: 0.5}, metrics=times)
+    file = workdir / "metrics.jsonl"
+    first, _, last = file.read_text().splitlines(keepends=True)
+    file.write_text(first + last)
+    run = history_lib.load(workdir)
+    assert run.updates.tolist() == [1.0, 3.0]
+    np.testing.assert_array_equal(run.tokens, [100.0, np.nan])
+    np.testing.assert_array_equal(run.seconds, [1.0, np.nan])
+    assert history_lib.at_tokens(run, "heldout", 100.0) == 0.1
+
+
 def test_a_run_that_is_writing_a_line_can_be_plotted(tmp_path):
     workdir = make_run(tmp_path / "run", [100, 100], {2: 0.6})
     with (workdir / "metrics.jsonl").open("a") as file:

@@ -192,7 +192,7 @@ class Page {
 
   table() {
     const lines = this.runs.map((run) => {
-      const last = run.count - 1, started = run.started || {}, at = (column) => last < 0 ? "" : many(Math.round(run.columns[column][last] ?? 0));
+      const last = run.count - 1, started = run.started || {}, at = (column) => Number.isFinite(run.columns[column][last]) ? many(Math.round(run.columns[column][last])) : "";
       const date = started.date ? String(started.date).slice(0, 16).replace("T", " ") : "";
       const time = last >= 0 && run.columns[3][last] ? duration(run.columns[3][last]) : "";
       return [this.named(run.index), at(1), at(2), time, this.state(run), String(started.device ?? ""),
