@@ -55,6 +55,19 @@ def zero_variance_probability(
     return pass_rates**sizes + (1.0 - pass_rates) ** sizes
 
 
+def equal_group_size(share: float, pass_rates: Float[np.ndarray, " P"]) -> int:
+    """Returns the least n whose groups are all correct or all wrong with at most this probability, at each pass rate.
+
+    Pass rates are above 0 and below 1.
+    """
+    # The larger of the two terms of p^n + (1 - p)^n is at most `share`, and the other one adds no more than that.
+    largest = np.maximum(pass_rates, 1.0 - pass_rates).max()
+    size = int(np.ceil(np.log(max(share, 1e-300)) / np.log(largest) - 1e-9))
+    while zero_variance_probability([size], pass_rates).max() > share + 1e-12:
+        size += 1
+    return size
+
+
 def zero_variance(inputs: Inputs) -> None:
     """Reports how often a group of n is all correct or all wrong, and how often the pool of a strategy is."""
     rates = inputs.pass_rates
@@ -72,12 +85,11 @@ def zero_variance(inputs: Inputs) -> None:
     for entry, exact in found.items() if inside.size else ():
         worst = int(inside[exact.zero_variance[inside].argmax()])
         share, rate = exact.zero_variance[worst], rates[worst]
-        # Where the probability is largest, one of the two terms of p^n + (1 - p)^n decides.
-        needed = np.ceil(np.log(max(share, 1e-300)) / np.log(max(rate, 1 - rate)) - 1e-9)
+        needed = equal_group_size(share, rates[inside])
         print(
             f"\n{entry} loses at most {share:.1%} of its pools, at p = {rate:.4f}, with {exact.draws[worst]:.1f} "
             f"draws there and {exact.draws.mean():.1f} on average over these pass rates; groups of one size that lose "
-            f"no more have n = {needed:.0f}, everywhere."
+            f"no more have n = {needed}, everywhere."
         )
     if inputs.prompts is not None:
         result["prompt_set"] = mean = zero_variance_probability(GROUP_SIZES, inputs.prompts).mean(axis=1)

@@ -36,6 +36,18 @@ def test_zero_variance():
     np.testing.assert_allclose(found, [[1, 0.82, 0.5], [1, 0.43046722, 2 / 256]], rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("share", "rates", "size"),
+    [
+        (0.25, [0.5], 3),  # 2 / 2^3; one of the two terms alone would need 2 draws
+        (0.28, [0.4, 0.5], 3),  # 0.4^3 + 0.6^3
+        (0.43046722, [0.05, 0.9], 17),  # 0.9^8 + 0.1^8; at 0.05, 0.95^16 is 0.440 and 0.95^17 0.418
+    ],
+)
+def test_groups_that_lose_no_more_at_any_pass_rate(share, rates, size):
+    assert studies.equal_group_size(share, np.array(rates)) == size
+
+
 # ---- epsilon ---------------------------------------------------------------------------------------------------------
 
 
