@@ -265,7 +265,7 @@ def _phases(history: History) -> dict[str, float] | None:
         "collect: weights to decoding": reshard,
         "collect: decode": decode,
         "collect: host between windows": host,
-        "update": median("time/update_s"),
+        "score and update": median("time/score_s") + median("time/update_s"),
         "evaluate": float(np.nansum(_column(history, EVALUATING))) / len(history.updates),
     }
 

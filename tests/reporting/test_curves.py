@@ -140,12 +140,12 @@ def test_where_time_goes(tmp_path):
     timed = history(
         tmp_path / "run", 3,
         **{"time/collect_s": [50, 6, 6], "time/reshard_s": [9, 2, 2], "time/host_between_windows_s": [1, 1, 1],
-           "time/update_s": [30, 2, 3], "time/evaluate_s": [None, None, 6]},
+           "time/score_s": [9, 1, 1], "time/update_s": [30, 2, 3], "time/evaluate_s": [None, None, 6]},
     )  # fmt: skip
     bars = curves.time([timed]).panels[0].bars
     # Medians, as the first iteration compiles; an evaluation of 6 s in three iterations.
     collecting = {"collect: weights to decoding": 2, "collect: decode": 3, "collect: host between windows": 1}
-    assert bars == {"run": collecting | {"update": 3, "evaluate": 2}}
+    assert bars == {"run": collecting | {"score and update": 4, "evaluate": 2}}
 
 
 def test_calibration_of_the_runs_that_estimate(tmp_path):
