@@ -7,8 +7,8 @@ docs/maze.md; `shortest_path` and `spell_backward` are generators of reasoning-g
 makes their problems and models (docs/reasoning_gym.md); in `sums` and `char_count` SmolLM2-135M learns (docs/smollm2.md
 has the commands for its files; a run needs 5 GB of memory, and half an hour or more). Every run is `train`, in a
 process and a work directory of its own: after an interruption the same command continues, and a finished run is not
-repeated. Every algorithm has a run before any has two. Seconds are those of collecting and updating, compilation
-included; compare them within one command on an idle machine.
+repeated. Every algorithm has a run before any has two. Seconds are those of collecting and updating, without waiting
+for programs to compile; compare them within one command on an idle machine.
 
 Below its table each task has the predictions of `simulate` for the methods, next to their outcomes
 (bench/predictions.py). Methods that choose prompts are left out there, because they change the pass rates.

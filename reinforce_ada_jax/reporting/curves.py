@@ -116,10 +116,10 @@ def learning(histories: Sequence[History]) -> Figure:
             f"reward/first_round{OF_AXIS[word]}",
         )
     caption = (
-        "The same curves against different costs. Seconds are those of collecting and updating, including compilation "
-        "in the first iteration, without evaluation. Bars are one standard error over problems. The first-round reward "
-        "is the mean over the first draws of each prompt, which no stopping rule biases; here its mean over the last "
-        f"{SMOOTHED} iterations."
+        "The same curves against different costs. Seconds are those of collecting and updating, without evaluation, "
+        "and without waiting for programs to compile. Bars are one standard error over problems. The first-round "
+        "reward is the mean over the first draws of each prompt, which no stopping rule biases; here its mean over the "
+        f"last {SMOOTHED} iterations."
     )
     return builder.figure("learning", "Learning", caption)
 
