@@ -52,7 +52,7 @@ def table(
             if problems != count:
                 papers = [f"({papers[0]})"]
                 notes.append(f"{papers[0]} is over {count:,} problems, here are {problems:,}: not comparable.")
-        return [name, f"{problems:,}", f"{average:.3f} ± {error:.3f}", *papers, *cells]
+        return [name, f"{problems:,}", _with_error(average, error, problems), *papers, *cells]
 
     shares = ("truncated_share", "no_answer_share", "failure_share")
     header = ["benchmark", "problems", f"avg@{samples}", *([paper.name] if paper.averages else [])]
@@ -90,10 +90,15 @@ def table(
     return "\n\n".join(filter(None, sections))
 
 
+def _with_error(average: float, error: float, problems: int) -> str:
+    """Returns an average with its standard error over problems, which one problem does not have."""
+    return f"{average:.3f} ± {error:.3f}" if problems > 1 else f"{average:.3f}"
+
+
 def _by_difficulty(name: str, found: Sequence[Difficulty], samples: int) -> str:
     lines = [
         [each.range.replace("_", " to "), f"{each.problems:,}", f"{each.initial:.3f}",
-         f"{each.average:.3f} ± {each.error:.3f}", f"{each.average - each.initial:+.3f}"]
+         _with_error(each.average, each.error, each.problems), f"{each.average - each.initial:+.3f}"]
         for each in found
     ]  # fmt: skip
     return markdown([f"{name}, initial pass rate", "problems", "initial", f"avg@{samples}", "change"], lines)

@@ -167,12 +167,12 @@ def test_accuracy_by_initial_difficulty(tmp_path, monkeypatch, capsys):
     run(benchmark, now, initial=str(before))
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith(("| 0  ", "| 0.25 ", "| 1  "))] == [
-        "| 0                        |        1 |   0.000 | 0.000 ± 0.000 | +0.000 |",
-        "| 0.25 to 0.5              |        1 |   0.500 | 0.000 ± 0.000 | -0.500 |",
+        "| 0                        |        1 |   0.000 |         0.000 | +0.000 |",
+        "| 0.25 to 0.5              |        1 |   0.500 |         0.000 | -0.500 |",
         "| 1                        |        2 |   1.000 | 0.000 ± 0.000 | -1.000 |",
     ]
     run(benchmark, now, regrade=True, initial=str(before))
-    assert "| 0.25 to 0.5              |        1 |   0.500 | 0.000" in capsys.readouterr().out
+    assert "| 0.25 to 0.5              |        1 |   0.500 |         0.000" in capsys.readouterr().out
 
     (before / "words.jsonl").write_text("".join(lines[:-1]), encoding="utf-8")
     assert "all its responses for 3 of 4 problems" in refusal(capsys, benchmark, now, initial=str(before))
