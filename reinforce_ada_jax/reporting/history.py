@@ -200,10 +200,9 @@ def _renamed(key: str, names: Mapping[str, str]) -> str:
 
 def smooth(values: Float[np.ndarray, " N"], window: int = 5) -> Float[np.ndarray, " N"]:
     """Computes the mean over the last `window` values, over fewer at the beginning."""
-    sums = np.cumsum(np.insert(values, 0, 0.0))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    # Differences of running sums would keep the rounding of a value such as 1e18 in all later means.
+    sums = np.convolve(values, np.ones(window))[: len(values)] if len(values) else values
+    return sums / np.minimum(np.arange(1, len(values) + 1), window)
 
 
 def at_tokens(history: History, benchmark: str, budget: float) -> float:

@@ -14,6 +14,8 @@ def test_smooth():
     # The mean over the last three, over fewer at the beginning.
     np.testing.assert_allclose(history_lib.smooth(np.array([1.0, 3.0, 5.0, 10.0]), window=3), [1.0, 2.0, 3.0, 6.0])
     np.testing.assert_allclose(history_lib.smooth(np.array([4.0])), [4.0])
+    # A value that is far larger is in the means of its window alone.
+    np.testing.assert_allclose(history_lib.smooth(np.array([1.0, 3e18, 1.0, 1.0, 2.0]), window=2)[-2:], [1.0, 1.5])
 
 
 def test_load(tmp_path):

@@ -66,10 +66,10 @@ function powers(low, high) {
 
 // The mean over the last `window` values, over fewer at the beginning.
 function smooth(values, window) {
-  let sum = 0;
-  return values.map((value, index) => {
-    sum += value - (index >= window ? values[index - window] : 0);
-    return sum / Math.min(index + 1, window);
+  return values.map((_, index) => {
+    // No running sum: it would keep the rounding of a value such as 1e18 in all later means.
+    const last = values.slice(Math.max(0, index + 1 - window), index + 1);
+    return last.reduce((sum, value) => sum + value, 0) / last.length;
   });
 }
 
