@@ -53,3 +53,16 @@ def test_the_table():
         ["short", "1.00", "4.00", "0.00", "0.50", "4.50", "0.30", "not reached"],
     ]
     assert lines[-1] == "Rank correlation with the outcome, 3 methods: progress of p -1.00, of log p 1.00."
+
+
+def test_progress_that_differs_by_rounding_has_equal_ranks():
+    """0.1 + 0.2 is 0.30000000000000004: with ranks 2, 1, 3 the correlation would be 0.5."""
+    found = {
+        "grpo-4": predictions.Prediction(4.0, 0.5, 0.3, 0.3),
+        "dapo": predictions.Prediction(4.0, 0.5, 0.1 + 0.2, 0.1 + 0.2),
+        "grpo-8": predictions.Prediction(8.0, 0.25, 0.2, 0.2),
+    }
+    outcomes = {"grpo-4": 0.7, "dapo": 0.6, "grpo-8": 0.5}
+    text = predictions.table(found, {name: [history(320, 0.4)] for name in found}, outcomes, "avg@16")
+    # Ranks 2.5, 2.5, 1 and 3, 2, 1: 1.5 / sqrt(1.5 * 2).
+    assert text.endswith("Rank correlation with the outcome, 3 methods: progress of p 0.87, of log p 0.87.")
