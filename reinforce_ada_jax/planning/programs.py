@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.distributed.compilation import with_shardings
 from reinforce_ada_jax.learning import layer_gather, value_head
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.learner import Learner, scores_in_update
@@ -23,10 +22,10 @@ from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.planning.roofline import BatchLayout, ProgramCost
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, init, param_shardings
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.state import EngineOptions
-from reinforce_ada_jax.training.state import abstract_state
+from reinforce_ada_jax.training.state import abstract_base, abstract_state
 from reinforce_ada_jax.training.updates import abstract_batch
 
 
@@ -118,17 +117,14 @@ class AbstractRun:
 
 def abstract_run(config: Config, architecture: Architecture, options: EngineOptions, mesh: Mesh) -> AbstractRun:
     """Returns the run's components on a mesh whose devices need not exist."""
-    learner, base = Learner(architecture, config, mesh), None
-    if learner.lora is not None:  # the frozen weights under adapters, as `components.load_params` places them
-        make = functools.partial(init, architecture, dtype=jnp.dtype(config.model.compute_dtype))
-        base = with_shardings(jax.eval_shape(make, jax.random.key(0)), param_shardings(architecture, mesh))
+    learner = Learner(architecture, config, mesh)
     return AbstractRun(
         config=config,
         engine=Engine(architecture, options, mesh=mesh),
         learner=learner,
         state=abstract_state(config, learner),
         batch=abstract_batch(config, strategies.build(config.collection, regularized=config.regularized), learner),
-        base=base,
+        base=abstract_base(config, learner),
     )
 
 

@@ -41,7 +41,7 @@ from reinforce_ada_jax.training.records import holds_checkpoint
 from reinforce_ada_jax.training.response_journal import ResponseJournal
 from reinforce_ada_jax.training.reward_check import check_reward, output_file
 from reinforce_ada_jax.training.run import Evaluator, Inputs, Run
-from reinforce_ada_jax.training.state import RunState, abstract_state, from_record
+from reinforce_ada_jax.training.state import RunState, abstract_base, abstract_state, from_record
 from reinforce_ada_jax.training.updates import update_programs
 from reinforce_ada_jax.training.workdir import WorkdirLock, check_contents, run_id, write_config, write_started
 
@@ -71,14 +71,16 @@ def read_inputs(
     check_contents(workdir)
     resume.check_command(workdir, supervised=False)
     components = read_components(config, workdir, strategy)
-    host_memory.check(components.engine, sum(summary.weight_bytes(config, components)))
+    learner = Learner(components.architecture, config, components.mesh)
+    policy = learner.policy(abstract_state(config, learner).params, abstract_base(config, learner))
+    copy_bytes = mesh_lib.shard_bytes(components.engine.abstract_copy(policy))
+    host_memory.check(components.engine, sum(summary.weight_bytes(config, components)) + copy_bytes)
     read: list[str] = []
     prompts = components.prompts(config.data.prompts, config, read.append)
     simulate.check_own(config.collection, strategy, prompts)
     selection = selection_lib.build(config.collection, prompts, config.seed, extra_batches=strategy.extra_batches)
     evaluator = load_benchmarks(config, components)
     verifiers = components_lib.verifier_pool(config, workdir, reward)
-    learner = Learner(components.architecture, config, components.mesh)
     checked = check_reward(config, verifiers, prompts[:1], "reward" if reward else None)
     return Inputs(
         config=config, given=config, components=components, prompts=prompts, selection=selection, strategy=strategy,
@@ -89,7 +91,8 @@ def read_inputs(
             "the files of strategy, selection and loss": resume.code_hash(config),
         },
         summary=summary.summary(
-            config, workdir, components, strategy, num_prompts=len(prompts), read=read[0], reward=checked
+            config, workdir, components, strategy, num_prompts=len(prompts), read=read[0], reward=checked,
+            copy_bytes=copy_bytes,
         ),
     )  # fmt: skip
 

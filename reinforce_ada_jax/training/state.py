@@ -19,7 +19,7 @@ from reinforce_ada_jax.distributed.compilation import with_shardings
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import lora
-from reinforce_ada_jax.policy.transformer import Params, init
+from reinforce_ada_jax.policy.transformer import Params, init, param_shardings
 from reinforce_ada_jax.training.save_times import num_bytes
 from reinforce_ada_jax.types import PartialRollouts
 
@@ -77,3 +77,11 @@ def abstract_state(config: Config, learner: Learner) -> LearnerState:
         make = functools.partial(lora.init, learner.architecture, learner.lora)
     params = jax.eval_shape(lambda key: make(key, dtype=jnp.float32), jax.random.key(0))
     return with_shardings(jax.eval_shape(learner.init, params), learner.shardings(params))
+
+
+def abstract_base(config: Config, learner: Learner) -> Params | None:
+    """Returns the frozen weights under adapters without arrays, as `components.load_params` places them; None: none."""
+    if learner.lora is None:
+        return None
+    make = functools.partial(init, learner.architecture, dtype=jnp.dtype(config.model.compute_dtype))
+    return with_shardings(jax.eval_shape(make, jax.random.key(0)), param_shardings(learner.architecture, learner.mesh))

@@ -131,8 +131,12 @@ def summary(
     num_prompts: int,
     read: str,
     reward: str = "",
+    copy_bytes: int = 0,
 ) -> str:
-    """Returns the summary of a run: model, machine, budget, what a reward of the user's gives, where the files go."""
+    """Returns the summary of a run: model, machine, budget, what a reward of the user's gives, where the files go.
+
+    `copy_bytes` is the size of the copy of the weights that decoding reads, on each device.
+    """
     architecture, options = components.architecture, components.engine.options
     collection = config.collection
     adapters = lora.make(config.lora)
@@ -142,6 +146,8 @@ def summary(
     if adapters is not None:
         over = f" of {trained:,} adapter weights (rank {adapters.rank}, alpha {adapters.alpha:g}, on "
         over += f"{', '.join(adapters.targets)}), their base {base_bytes / 2**20:,.1f} MiB"
+    if copy_bytes:
+        over += f", copy for decoding {copy_bytes / 2**20:,.1f} MiB"
     limit = "any number of" if strategy.max_draws is None else f"at most {strategy.max_draws}"
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
     updates_each = "one update" if updates == 1 else f"{updates} updates"

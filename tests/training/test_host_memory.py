@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import host_memory
+from reinforce_ada_jax.training import host_memory, startup, summary
 from reinforce_ada_jax.types import Prompt
 from tests import standins
 from tests.running import tiny
@@ -48,3 +48,21 @@ def test_few_responses_are_checked_with_their_own_slots(monkeypatch):
     components_lib.for_responses(config, components, PROMPTS, 8)
     with pytest.raises(ValueError, match="The cache is that of 16 slots"):
         components_lib.for_responses(config, components, PROMPTS, 9)
+
+
+def test_the_copy_for_decoding_is_checked_and_stated(tmp_path, monkeypatch):
+    """Adapters are merged into a copy of the weights, as large as their base."""
+    config = tiny(**{"lora.rank": 4})
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    trained, base = summary.weight_bytes(config, components)
+    assert base == 4 * 107_392
+
+    def read():
+        return startup.read_inputs(config, tmp_path, lambda *_: None)
+
+    needed = trained + 2 * base + components.engine.cache_bytes * components.engine.replicas
+    monkeypatch.setattr(host_memory, "of_machine", lambda: needed)
+    assert "their base 0.4 MiB, copy for decoding 0.4 MiB, cache" in read().summary
+    monkeypatch.setattr(host_memory, "of_machine", lambda: needed - 1)
+    with pytest.raises(ValueError, match="this machine has"):
+        read()
