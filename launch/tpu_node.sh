@@ -307,8 +307,9 @@ install() {
   tpu "copying the code" "$hosts" scp "${files[@]}" "$name:" "--worker=$workers" \
     ${every_node[@]+"${every_node[@]}"} ${ssh_flags[@]+"${ssh_flags[@]}"}
   say "installing (minutes, the first time)"
-  on_workers install "tar -xzOf reinforce_ada_jax.tar.gz launch/worker.sh >reinforce_ada_jax_worker.sh && $(
-    quoted bash reinforce_ada_jax_worker.sh install "$name" "$python" "${setup:+setup}"
+  # Under another name until it has seen that no run is under way: bash reads the script of a run while that runs.
+  on_workers install "tar -xzOf reinforce_ada_jax.tar.gz launch/worker.sh >reinforce_ada_jax_new_worker.sh && $(
+    quoted bash reinforce_ada_jax_new_worker.sh install "$name" "$python" "${setup:+setup}"
   )"
 }
 

@@ -39,6 +39,7 @@ refuse_while_running() {
 
 install_all() { # PYTHON ("" for the newest there is) SETUP ("setup" or "")
   refuse_while_running
+  mv "$HOME/reinforce_ada_jax_new_worker.sh" "$HOME/reinforce_ada_jax_worker.sh"
   unpack
   if [[ $2 == setup ]]; then
     (cd "$source_dir" && bash "$HOME/reinforce_ada_jax_setup.sh") || fail "the setup file failed (exit code $?)."

@@ -40,7 +40,8 @@ def test_up_on_one_vm(cloud):
     packed = f"{cloud.checkout}/runs/launch/ada/reinforce_ada_jax.tar.gz"
     where = [ZONE, "--project=p"]
     describe = ["tpu-vm", "describe", "ada", *where, DESCRIBE[-1]]
-    unpack = "tar -xzOf reinforce_ada_jax.tar.gz launch/worker.sh >reinforce_ada_jax_worker.sh"
+    new = "reinforce_ada_jax_new_worker.sh"
+    install = f"tar -xzOf reinforce_ada_jax.tar.gz launch/worker.sh >{new} && bash {new} install ada '' ''"
     train = ".venv/bin/python -m reinforce_ada_jax.train"
     flags = "--config=configs/tiny.py --workdir=/mnt/runs/ada --config.seed=3"
     worker = "bash reinforce_ada_jax_worker.sh"
@@ -49,7 +50,7 @@ def test_up_on_one_vm(cloud):
         ["tpu-vm", "create", "ada", "--accelerator-type=v5litepod-8", "--version=v2-alpha-tpuv5-lite", *where],
         describe,
         ["tpu-vm", "scp", packed, "ada:", "--worker=0", *where],
-        ["tpu-vm", "ssh", "ada", "--worker=0", f"--command={unpack} && {worker} install ada '' ''", *where],
+        ["tpu-vm", "ssh", "ada", "--worker=0", f"--command={install}", *where],
         ["tpu-vm", "ssh", "ada", "--worker=0", f"--command={worker} start ada {train} {flags}", *where],
         ["tpu-vm", "ssh", "ada", "--worker=0", f"--command={worker} logs ada", *where],
     ]

@@ -77,6 +77,23 @@ def test_a_second_start_is_refused(cloud, action):
     assert len(cloud.trained()) == 1
 
 
+def test_a_refused_installation_leaves_the_script_of_the_run(cloud):
+    """Bash reads the script while the run lasts."""
+    cloud.set(node="READY", exit_codes=["running"])
+    check(cloud.run("install", *NODE))
+    check(cloud.run("start", *NODE, *RUN))
+    script = cloud.folder / "host0" / "reinforce_ada_jax_worker.sh"
+    before = script.read_text()
+    with (cloud.checkout / "launch" / "worker.sh").open("a") as newer:
+        newer.write("# a later commit\n")
+    git(cloud.checkout, "commit", "-qam", "newer")
+    check_error(cloud.run("install", *NODE), 1, "under way")
+    assert script.read_text() == before
+    check(cloud.run("stop", *NODE))
+    check(cloud.run("install", *NODE))
+    assert script.read_text() == before + "# a later commit\n"
+
+
 def test_a_start_without_an_installation(cloud):
     cloud.set(node="READY")
     check_error(cloud.run("start", *NODE, *RUN), 1, "start failed")
