@@ -16,6 +16,7 @@ from reinforce_ada_jax.environments.tool_calls import Call
 Tool = Callable[..., Any]
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _ACCEPTED = {name: kind for kind, name in _TYPES.items()} | {"number": (int, float)}
+MAX_RESULT = 100_000  # bytes of a result as JSON; a message of an environment's process has at most 131,072
 # One argument in the "Args:" section of a docstring.
 _ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
@@ -75,23 +76,30 @@ def _of_type(hint: Any) -> dict[str, Any] | None:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         others = [part for part in parts if part is not types.NoneType]
-        return _of_type(others[0]) if len(others) == 1 else None
+        found = _of_type(others[0]) if len(others) == 1 else None
+        return found and found | {"nullable": True}  # as transformers describes it
     if origin is typing.Literal:
         kind = _TYPES.get(type(parts[0]))
         return {"type": kind, "enum": list(parts)} if kind else None
     kind = _TYPES.get(origin or hint)
     if kind is None:
         return None
-    is_list = kind == "array" and parts and types.NoneType not in typing.get_args(parts[0])  # null fits no type
-    items = _of_type(parts[0]) if is_list else None
+    items = _of_type(parts[0]) if kind == "array" and parts else None
     return {"type": kind} | ({"items": items} if items else {})
 
 
 def run(tools: Mapping[str, Tool], call: Call) -> str:
-    """Returns the result of a call as text; "error: ..." where the call does not fit, or the tool raises.
+    """Returns the result of a call as text; "error: ..." for one that does not fit, or if the tool raises.
 
-    Such an error is a mistake of the model, which sees the text. The environment has not failed.
+    A result of more than MAX_RESULT bytes is an error as well. Such an error is a mistake of the model, which sees the
+    text. The environment has not failed.
     """
+    text = _run(tools, call)
+    size = len(json.dumps(text))
+    return text if size <= MAX_RESULT else f"error: the result has {size:,} bytes; the limit is {MAX_RESULT:,}"
+
+
+def _run(tools: Mapping[str, Tool], call: Call) -> str:
     if call.name not in tools:
         return f"error: there is no tool {call.name!r}"
     arguments = json.loads(call.arguments)
@@ -115,6 +123,8 @@ def run(tools: Mapping[str, Tool], call: Call) -> str:
 def _fits(value: Any, allowed: Mapping[str, Any]) -> bool:
     """Returns True for a value of JSON that fits the schema of an argument, with all items of lists."""
     kind = allowed["type"]
+    if value is None:
+        return "nullable" in allowed
     if not isinstance(value, _ACCEPTED[kind]) or isinstance(value, bool) != (kind == "boolean"):
         return False
     return value in allowed.get("enum", [value]) and all(
@@ -124,7 +134,8 @@ def _fits(value: Any, allowed: Mapping[str, Any]) -> bool:
 
 def _described(allowed: Mapping[str, Any]) -> str:
     choices = f", one of {', '.join(map(str, allowed['enum']))}" if "enum" in allowed else ""
-    return allowed["type"] + (f" of {_described(allowed['items'])}" if "items" in allowed else "") + choices
+    null = " or null" if "nullable" in allowed else ""
+    return allowed["type"] + (f" of {_described(allowed['items'])}" if "items" in allowed else "") + null + choices
 
 
 def _text(result: Any) -> str:

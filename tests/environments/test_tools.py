@@ -39,9 +39,14 @@ def test_a_schema_is_made_of_annotations_and_docstring():
     assert function["parameters"]["properties"] == {
         "query": {"type": "string"},
         "kind": {"type": "string", "enum": ["web", "news"]},
-        "limit": {"type": "integer"},
+        "limit": {"type": "integer", "nullable": True},
         "tags": {"type": "array", "items": {"type": "string"}},
     }
+
+
+def first(count: int | None, sizes: list[float | None] = []) -> str:  # noqa: B006
+    """Returns as many letters as it is told; null: three."""
+    return "x" * (3 if count is None else count)
 
 
 def untyped(a):
@@ -99,6 +104,13 @@ def test_a_tool_without_a_schema_is_refused(tool, message):
         ("table", '{"kind": "pairs"}', "{(1, 2): 3}"),
         ("table", '{"kind": "loop"}', "[[...]]"),
         ("table", '{"kind": "set", "sizes": [1, null]}', '"{5}"'),
+        ("first", '{"count": null}', "xxx"),
+        ("first", "{}", "error: first needs the argument 'count'"),
+        ("first", '{"count": "2"}', "error: count must be of type integer or null"),
+        ("first", '{"count": 1, "sizes": [0.5, null]}', "x"),
+        ("first", '{"count": 1, "sizes": ["a"]}', "error: sizes must be of type array of number or null"),
+        ("first", '{"count": 99998}', "x" * 99_998),  # two quotation marks more as JSON
+        ("first", '{"count": 99999}', "error: the result has 100,001 bytes; the limit is 100,000"),
         (
             "search",
             '{"query": "x", "limit": null}',
@@ -107,5 +119,5 @@ def test_a_tool_without_a_schema_is_refused(tool, message):
     ],
 )
 def test_a_call_is_answered_as_text(name, arguments, result):
-    offered = {tool.__name__: tool for tool in (classes.add, classes.fail, search, table)}
+    offered = {tool.__name__: tool for tool in (classes.add, classes.fail, search, table, first)}
     assert tools.run(offered, Call(name, arguments)) == result
