@@ -37,8 +37,8 @@ class Prompt:
       pass_rate: an estimate made beforehand by `prepare`, in [0, 1], or None.
       labels: further fields of its source ("subject", "level", ...), for tables.
       messages: role and content of each message, where the source has messages; `tokens` are made of them.
-      columns: every column of its row, by the names of the source, for rewards. No checkpoint has them; only the hash
-        of a program's tests is compared at a resume.
+      columns: every column of its row, by the names of the source, for rewards. No checkpoint has them; their hash is
+        compared at a resume if the reward is the user's own.
     """
 
     id: str

@@ -504,8 +504,8 @@ class CheckpointConfig:
         values.NOT_NEGATIVE,
     )  # fmt: skip
     accept_changed_reward: bool = setting(
-        False, "Resume although your code (reward.path, environment.path, or files of strategy, selection and loss) or "
-        "the tests of programs are not those of the run so far.",
+        False, "Resume although your code (reward.path, environment.path, or files of strategy, selection and loss), "
+        "the columns that a reward gets, or the tests of programs are not those of the run so far.",
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class Problem(TypedDict):
 
     `prompt` has the messages of a row, each with role and content, in verl's format. They are rendered as they are;
     `problem` is then the text of the last one. `columns` are for rewards that read other columns than the answer. They
-    are no part of the id or of the hashes of a run, except the tests of programs.
+    are no part of the id.
     """
 
     id: str  # unique in its source

@@ -61,7 +61,7 @@ def drawn_with(
     fingerprint: str,
     settings: SamplingConfig | EvaluationConfig,
     samples: int,
-    prompts: Iterable[Prompt],
+    prompts: Sequence[Prompt],
     **details: Any,
 ) -> dict[str, Any]:
     """Returns the part of a header that decides the responses.
@@ -74,6 +74,7 @@ def drawn_with(
         "environment_file": file_hash(environment.path),
         "max_turns": environment.max_turns,
         "max_turn_tokens": environment.max_turn_tokens,
+        "columns": columns_hash(prompts),
     }
     return {
         "model": fingerprint,
@@ -104,6 +105,7 @@ def graded_by(config: Config, grader: str, prompts: Sequence[Prompt]) -> dict[st
         "reward": grader or reward.path or reward.kind,
         "file": files_hash(reward.path) if of_user else "",
         **({"completions": reward.completions} if of_user else {}),
+        **({"columns": columns_hash(prompts)} if of_user or kind == "judge" else {}),
         **settings,
         "positive_threshold": reward.positive_threshold,
         "answers": json_hash([prompt.answer for prompt in prompts]),
@@ -113,6 +115,11 @@ def graded_by(config: Config, grader: str, prompts: Sequence[Prompt]) -> dict[st
 def hash_of_problems(prompts: Iterable[Prompt]) -> str:
     """Returns the hash of ids and texts that identifies the problems in a header."""
     return json_hash([(prompt.id, prompt.source_text) for prompt in prompts])
+
+
+def columns_hash(prompts: Iterable[Prompt]) -> str:
+    """Returns the hash of the columns of problems, which a reward of the user or an environment gets."""
+    return json_hash([prompt.columns for prompt in prompts])
 
 
 def of_process(file: pathlib.Path) -> pathlib.Path:

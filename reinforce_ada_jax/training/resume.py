@@ -32,7 +32,7 @@ def identity(inputs: Inputs) -> dict[str, Any]:
     if inputs.is_supervised:
         graded = SUPERVISED
     elif inputs.reward is not None:
-        graded = json_hash(loading.source_text(inputs.reward))
+        graded = json_hash([loading.source_text(inputs.reward), [prompt.columns for prompt in inputs.prompts]])
     else:
         graded = reward_hash(config, inputs.prompts)
     return {
@@ -56,10 +56,11 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
 
 
 def reward_hash(config: Config, prompts: Sequence[Prompt]) -> str:
-    """Returns a hash of the configured reward function, of the environment, or of the tests that programs must pass."""
+    """Returns a hash of the user's reward or environment and the columns that it gets, or of the tests of programs."""
     if config.reward.kind == "code" and not config.reward.path:
         return code_tests.tests_hash(prompt.columns for prompt in prompts)
-    return file_hash(config.environment.path) or loading.settings_hash(config.reward.path, config.judge.template)
+    code = file_hash(config.environment.path) or loading.settings_hash(config.reward.path, config.judge.template)
+    return json_hash([code, [prompt.columns for prompt in prompts]]) if code else ""
 
 
 def code_hash(config: Config) -> str:
@@ -117,7 +118,8 @@ def check(
             "file, or choose another --workdir."
         )
     functions = {
-        "reward": "reward (reward.path, environment.path, train(..., reward=), or the tests of reward.kind=code)",
+        "reward": "reward (reward.path, environment.path, train(..., reward=), the columns of data.prompts that it "
+        "gets, or the tests of reward.kind=code)",
         "code": "file of collection.strategy, collection.selection or learning.loss",
     }
     for part, what in functions.items():

@@ -200,6 +200,22 @@ def test_programs_that_must_pass_another_test_have_another_reward():
     assert rewards(math, "a", "assert f(1) == 1") == rewards(math, "a", "assert f(1) == 2")
 
 
+def test_columns_are_part_of_a_reward_or_an_environment_that_gets_them(tmp_path):
+    (tmp_path / "mine.py").write_text("def grade(response, hint):\n    return hint\n")
+    prompts = [dataclasses.replace(PROMPT, columns={"hint": hint}) for hint in (0.5, 1.0)]
+    for path, changes in (("reward.path", {}), ("environment.path", {"data.template": "chat"})):
+        config = tiny(**{path: f"{tmp_path}/mine.py:grade", "reward.workers": 1} | changes)
+        first, second = (resume.reward_hash(config, [prompt]) for prompt in prompts)
+        assert first != second and first == resume.reward_hash(config, prompts[:1])
+        first, second = (
+            response_store.drawn_with(config, "", config.evaluation, 1, [prompt])
+            | response_store.graded_by(config, "", [prompt])
+            for prompt in prompts
+        )
+        assert first["columns"] != second["columns"]
+    assert len({resume.reward_hash(tiny(), [prompt]) for prompt in prompts}) == 1, "built-in rewards get no columns"
+
+
 # ---- whole runs ----------------------------------------------------------------------------------------------------
 
 # As users of TRL and verl write them. One problem breaks the second, and every call but the first breaks the last.
@@ -253,7 +269,7 @@ def test_rewards_of_other_programs_train_and_are_part_of_the_run(trained, tmp_pa
 
     file.write_text(REWARDS.replace("1.0 /", "2.0 /"))
     _, err = trained(workdir, code=cli.BAD_INPUT, **both | {"iterations": 2})
-    assert "the reward (reward.path, environment.path, train(..., reward=), or the tests of reward.kind=code) is" in err
+    assert "the reward (reward.path, environment.path, train(..., reward=), the columns" in err
     assert "Traceback" not in err
 
 
