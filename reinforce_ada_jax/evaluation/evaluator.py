@@ -103,6 +103,21 @@ def hashes(benchmarks: Benchmarks) -> dict[str, str]:
     return {f"evaluation/{name}/{PROBLEMS}": hash_of_problems(prompts) for name, prompts in benchmarks.items()}
 
 
+def other_problems(workdir: pathlib.Path, iteration: int, now: Mapping[str, str]) -> str:
+    """Returns a warning if the evaluation before this iteration had other `hashes` than those of now; "" if not."""
+    folder = results_file(workdir, iteration).parent
+    earlier = [file for file in folder.glob("*.json") if file.stem.isdecimal() and int(file.stem) < iteration]
+    if not earlier:
+        return ""
+    newest = max(earlier, key=lambda file: int(file.stem))
+    saved = read_object(newest, REMEDY)
+    other = [key.split("/")[1] for key, value in now.items() if saved.get(key, value) != value]
+    return "" if not other else (
+        f"warning: {', '.join(other)} had other problems after iteration {int(newest.stem)}, so the results can't be "
+        "compared. Give other problems a file of another name."
+    )  # fmt: skip
+
+
 def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float | str]) -> None:
     """Writes metrics into a file that begins with `about`; metrics of other benchmarks stay in the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +165,10 @@ class Evaluator:
             raise TrainingStopped(message)
         metrics = as_metrics(results)
         if processes.is_writer():
-            file, found = results_file(run.workdir, iteration), metrics | hashes(self.benchmarks)
-            save_results(file, {"iteration": iteration}, found)
+            problems = hashes(self.benchmarks)
+            if warning := other_problems(run.workdir, iteration, problems):
+                run.progress.say(warning)
+            save_results(results_file(run.workdir, iteration), {"iteration": iteration}, metrics | problems)
         return metrics
 
     def _drawn_by(self, hosts: DrawingHosts, run: Run, benchmark: str, iteration: int) -> GradedResponses:

@@ -54,6 +54,21 @@ def test_an_evaluation_is_done_when_its_file_has_every_benchmark(tmp_path):
         made.is_done(run, 0)
 
 
+def test_a_benchmark_whose_problems_were_replaced_is_said(tmp_path):
+    def problems(**texts):
+        prompts = {name: [Prompt("1", text, "2", np.array([1], np.int32))] for name, text in texts.items()}
+        return evaluator.hashes(prompts)
+
+    first = problems(a="1 + 1?", b="2 + 2?")
+    assert evaluator.other_problems(tmp_path, 0, first) == ""
+    evaluator.save_results(evaluator.results_file(tmp_path, 3), {"iteration": 3}, {"evaluation/a/avg": 0.5} | first)
+    later = evaluator.results_file(tmp_path, 9)  # of a run that was longer before it was resumed
+    evaluator.save_results(later, {"iteration": 9}, {"evaluation/a/avg": 0.5} | problems(a="5 + 5?"))
+    assert evaluator.other_problems(tmp_path, 6, first | problems(c="new")) == ""
+    said = evaluator.other_problems(tmp_path, 6, problems(a="1 + 1?", b="2 + 3?"))
+    assert said.startswith("warning: b had other problems after iteration 3,")
+
+
 @pytest.fixture(scope="module")
 def components() -> Components:
     """Those of the built-in task."""
