@@ -17,11 +17,18 @@ HEADER = ".header.json"  # NAME.header.json says how the stored responses NAME.j
 
 
 def write_atomically(file: AnyPath, content: str | bytes) -> None:
-    """Writes `content`; a kill, an error, or the loss of the machine leaves the old content or all of the new one."""
+    """Writes `content`; a kill, an error, or the loss of the machine leaves the old content or all of the new one.
+
+    A link stays, and its target is replaced. What is no regular file, such as a pipe or /dev/null, gets the content.
+    """
     content = content.encode() if isinstance(content, str) else content
     if buckets.is_bucket(file):  # an object appears as a whole
         file.write_bytes(content)
         return
+    if file.exists() and not file.is_file():
+        file.write_bytes(content)
+        return
+    file = pathlib.Path(os.path.realpath(file))
     partial = file.with_name(f"{file.name}.partial")
     try:
         with partial.open("wb") as stream:

@@ -1,5 +1,6 @@
 """Files that survive a kill and a full disk."""
 
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,24 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     write_atomically(file, "new½")
     assert file.read_text("utf-8") == "new½"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    link, target = tmp_path / "latest.json", tmp_path / "results" / "3.json"
+    target.parent.mkdir()
+    link.symlink_to("results/3.json")
+    for content in ("first", "second"):
+        write_atomically(link, content)
+        assert link.is_symlink() and target.read_text() == content
+    assert sorted(tmp_path.rglob("*")) == [link, target.parent, target]
+
+
+def test_a_pipe_gets_the_content(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, "content")
+    assert os.read(reader, 100) == b"content" and pipe.is_fifo() and [*tmp_path.iterdir()] == [pipe]
+    os.close(reader)
 
 
 WRITES = """
