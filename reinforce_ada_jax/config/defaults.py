@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import numbers
 import re
 import types
@@ -81,6 +82,8 @@ def _converted(key: str, value: Any, kind: Any) -> Any:
         _check_type(key, value, (tuple, list), "tuple")  # a text is a sequence too, of letters
         each = typing.get_args(kind)[0]
         return tuple(_converted(f"{key}[{index}]", entry, each) for index, entry in enumerate(value))
+    if kind is float and value == "inf":  # of `to_json`
+        return math.inf
     _check_type(key, value, _ACCEPTED.get(kind, kind), kind.__name__)
     return kind(value)
 
@@ -139,8 +142,12 @@ def changed(config: Config) -> dict[str, Any]:
 
 
 def to_json(config: Config) -> str:
-    """Returns the resolved configuration as indented JSON text with sorted keys."""
-    return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True) + "\n"
+    """Returns the resolved configuration as indented JSON with sorted keys; infinity, which JSON lacks, is "inf"."""
+
+    def values(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: "inf" if value == math.inf else value for name, value in pairs}
+
+    return json.dumps(dataclasses.asdict(config, dict_factory=values), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> Config:

@@ -552,6 +552,20 @@ def test_json_and_back(file):
     assert config_lib.from_json(config_lib.to_json(valid())) == valid()
 
 
+def test_a_setting_without_a_bound_is_written_as_strict_json(tmp_path):
+    unbounded = config_lib.replaced(valid(), {"learning.dual_clip": math.inf})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    saved = json.loads(config_lib.to_json(unbounded), parse_constant=refuse)
+    assert saved["learning"]["dual_clip"] == "inf" and config_lib.resolve(saved) == unbounded
+    (tmp_path / "config.json").write_text(config_lib.to_json(unbounded))
+    config_lib.check_workdir(unbounded, tmp_path)
+    with pytest.raises(ValueError, match="dual_clip: inf -> 10.0"):
+        config_lib.check_workdir(valid(), tmp_path)
+
+
 def test_several_texts_have_commas_between_them():
     untouched = [
         "--config.reward.path=a.py:f,b.py:g",
