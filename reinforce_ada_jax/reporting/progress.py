@@ -1,6 +1,7 @@
 """The progress line of a command at the terminal."""
 
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,12 @@ class _Lines:
         sys.stderr.flush()
 
 
+class _Bar(tqdm.tqdm):
+    """Bar that no change of the wall clock stops: tqdm would show nothing until a clock set back has caught up."""
+
+    _time = property(lambda self: time.monotonic, lambda self, _: None)
+
+
 def _style() -> dict[str, Any]:
     """Settings of tqdm for this terminal or log file."""
     if sys.stderr.isatty():
@@ -32,7 +39,7 @@ def _style() -> dict[str, Any]:
 
 def watched(items: range, what: str, *, quiet: bool = False) -> tqdm.tqdm:
     """Returns the items; a progress line counts them if they take more than `PATIENCE_S` seconds."""
-    return tqdm.tqdm(items, desc=what, delay=PATIENCE_S, leave=False, disable=quiet, **_style())
+    return _Bar(items, desc=what, delay=PATIENCE_S, leave=False, disable=quiet, **_style())
 
 
 class Progress:
@@ -43,7 +50,7 @@ class Progress:
 
     def __init__(self, total: int, done: int, unit: str = "iteration", *, quiet: bool = False):
         self._quiet = quiet
-        self._bar = tqdm.tqdm(total=total, initial=done, desc=unit, unit="it", disable=quiet, **_style())
+        self._bar = _Bar(total=total, initial=done, desc=unit, unit="it", disable=quiet, **_style())
         self._numbers = ""
 
     @property

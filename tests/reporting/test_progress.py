@@ -2,7 +2,9 @@
 
 import pytest
 
+from reinforce_ada_jax.reporting import progress as progress_lib
 from reinforce_ada_jax.reporting.progress import Progress, watched
+from tests import standins
 
 
 def test_progress_shows_iterations_phase_and_figures(capsys):
@@ -37,11 +39,12 @@ def test_progress_that_reaches_a_count(capsys):
 
 
 def test_a_log_file_gets_a_line_a_minute(capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    """Also after the wall clock was set back."""
+    monkeypatch.setattr("tqdm.std.time", iter(range(10**9, 0, -3600)).__next__)
+    now = standins.clock(monkeypatch, progress_lib)
     progress = Progress(total=20, done=0)
     for number in range(13):
-        now[0] += 10.0
+        now.seconds += 10.0
         progress.phase("updating")
         progress.iteration({"reward": f"0.{number}"})
     progress.close()
@@ -54,10 +57,9 @@ def test_a_log_file_gets_a_line_a_minute(capsys, monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.1, []), (30.0, ["layers read: 2/8", "layers read: 4/8"])])
 def test_only_slow_items_are_counted(capsys, monkeypatch, seconds, shown):
-    now = [0.0]
-    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    now = standins.clock(monkeypatch, progress_lib)
     for number, item in enumerate(watched(range(8), "layers read")):
         assert item == number
-        now[0] += seconds
+        now.seconds += seconds
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" [")[0] for line in lines][:2] == shown
