@@ -110,7 +110,10 @@ def other_problems(workdir: pathlib.Path, iteration: int, now: Mapping[str, str]
     if not earlier:
         return ""
     newest = max(earlier, key=lambda file: int(file.stem))
-    saved = read_object(newest, REMEDY)
+    try:
+        saved = read_object(newest, REMEDY)
+    except ValueError:  # a damaged file of the past is no reason to stop
+        return ""
     other = [key.split("/")[1] for key, value in now.items() if saved.get(key, value) != value]
     return "" if not other else (
         f"warning: {', '.join(other)} had other problems after iteration {int(newest.stem)}, so the results can't be "

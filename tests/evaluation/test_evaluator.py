@@ -67,6 +67,8 @@ def test_a_benchmark_whose_problems_were_replaced_is_said(tmp_path):
     assert evaluator.other_problems(tmp_path, 6, first | problems(c="new")) == ""
     said = evaluator.other_problems(tmp_path, 6, problems(a="1 + 1?", b="2 + 3?"))
     assert said.startswith("warning: b had other problems after iteration 3,")
+    evaluator.results_file(tmp_path, 3).write_bytes(b"\x80")
+    assert evaluator.other_problems(tmp_path, 6, first) == "", "nothing is known, and the run goes on"
 
 
 @pytest.fixture(scope="module")
