@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import math
+import os
 import pathlib
 import socket
 import time
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import read_records, write_atomically
 
 Metrics = dict[str, int | float]
@@ -62,8 +64,17 @@ class MetricsWriter:
         self._trackers = [start[name](project) for name, project in _projects(trackers).items() if name in start]
 
     def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
-        """Writes one line, which is in the file when this returns, and plots the metrics."""
-        with self._file.open("a") as file:
+        """Writes one line, which is in the file when this returns, and plots the metrics.
+
+        Raises FileNotFoundError if the file is gone: a new one would hold only a part of the run.
+        """
+        try:
+            file = self._file.open("r+")
+        except FileNotFoundError:
+            gone = f"{buckets.origin(self._file)} is gone: it or the work directory was moved or removed during the run"
+            raise FileNotFoundError(gone) from None
+        with file:
+            file.seek(0, os.SEEK_END)
             file.write(_to_line({"iteration": iteration, **metrics}))
         self.plot(iteration, metrics)
 

@@ -36,6 +36,19 @@ def test_iterations_without_a_line_are_counted(tmp_path):
     assert writer(tmp_path, 1).lacking == 0 and writer(tmp_path, 3).lacking == 2
 
 
+def test_a_run_whose_folder_was_moved_writes_no_second_file(tmp_path):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    lines = writer(workdir, 0)
+    lines.write(1, {"update/loss": 0.5})
+    workdir.rename(tmp_path / "moved")
+    (workdir / "checkpoints").mkdir(parents=True)  # as a checkpoint makes them again
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl is gone: .* was moved or removed"):
+        lines.write(2, {"update/loss": 0.25})
+    assert [entry.name for entry in workdir.iterdir()] == ["checkpoints"]
+    assert len(writers.read_metrics(tmp_path / "moved")) == 1
+
+
 @pytest.mark.parametrize("trackers", ["", "tensorboard"])
 def test_a_full_disk_is_an_error_of_the_write_and_not_of_closing(tmp_path, trackers):
     lines = writer(tmp_path, 0, trackers)
