@@ -112,7 +112,7 @@ class Runs:
         arguments = [*how, *flags, f"--workdir={workdir}", *more]
         started = []
         for index in range(count):
-            env = environment(f"--xla_force_host_platform_device_count={kind.devices} {compiling.COMMANDS}")
+            env = environment(f"{compiling.DEVICES}{kind.devices} {compiling.QUICKLY}")
             # The program's own folder of compiled programs, which kills must not damage, in place of JAX's.
             env = {name: value for name, value in env.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
             env["XDG_CACHE_HOME"] = os.environ[compiling.CHOSEN]
