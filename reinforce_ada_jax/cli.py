@@ -391,6 +391,8 @@ def run_with_arguments(main: Callable[[list[str]], None], groups: Groups | None 
         except KeyboardInterrupt:
             fail("interrupted. The same command starts again from what is saved.", INTERRUPTED)
         finally:
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # the interpreter's end would show a stack trace
             gc.freeze()  # else Python visits all objects of JAX's modules at its end: half a second of the processor
 
     logging.set_verbosity(logging.ERROR)  # ml_collections warns before it raises an error that says more

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -395,6 +396,33 @@ def test_ctrl_c_while_a_command_is_imported(tmp_path):
     _, err = process.communicate(timeout=30)
     assert process.returncode == cli.INTERRUPTED
     assert err == "error: interrupted while the command was starting; nothing was written.\n"
+
+
+THREAD = """
+import concurrent.futures, time
+from reinforce_ada_jax import cli
+def main():
+    concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 60)
+    print("working", flush=True)
+    time.sleep(60)
+cli.run(main)
+"""
+
+
+def test_a_second_ctrl_c_ends_a_command_that_waits_for_its_threads():
+    """It ends at once, and without a stack trace of the interpreter."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", THREAD], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(),
+    )  # fmt: skip
+    assert process.stdout.readline() == "working\n"
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.readline()
+    time.sleep(0.5)  # the interpreter begins to wait for the thread
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert said == "error: interrupted. The same command starts again from what is saved.\n" and err == ""
 
 
 # ---- evaluate, export, warm_start ---------------------------------------------------------------------------------
