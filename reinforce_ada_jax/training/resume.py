@@ -81,6 +81,16 @@ def check_command(workdir: pathlib.Path, *, supervised: bool) -> None:
         )
 
 
+def check_newest(workdir: pathlib.Path, inputs: Inputs) -> None:
+    """Raises ValueError as `check` does for the newest checkpoint of the run in a work directory, if there is one."""
+    saved = records.newest_record(workdir)
+    if saved is not None and saved.get("run_id") == records.read_run_id(workdir):
+        check(
+            workdir, inputs.components.folder, identity(inputs), saved,
+            accept_reward=inputs.config.checkpoint.accept_changed_reward,
+        )  # fmt: skip
+
+
 def check(
     workdir: pathlib.Path,
     folder: pathlib.Path,

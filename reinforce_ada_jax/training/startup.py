@@ -195,6 +195,7 @@ def join(inputs: Inputs, workdir: pathlib.Path, stack: contextlib.ExitStack, cop
     if copy is not None:
         copy.may_upload = lock.check
         stack.callback(copy.close)  # while the lock is held
+    resume.check_newest(workdir, inputs)  # a start that is refused leaves config.json as it is
     write_config(inputs.given, workdir)
     write_started(workdir)
     if engine.hand_over is not None:

@@ -465,6 +465,16 @@ def test_other_prompts_are_refused(refusal, unbroken, tmp_path):
     assert "the prompts of data.prompts, or their tokens (" in err and "Traceback" not in err
 
 
+def test_a_refused_resume_writes_no_configuration(unbroken, tmp_path, capsys, monkeypatch):
+    """Otherwise the right command would be refused afterwards."""
+    compiles_nothing_early(monkeypatch)
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    (workdir / "config.json").unlink()
+    other = config_lib.replaced(saved_config(unbroken[0]), {"seed": 5})
+    assert "holds checkpoints of another configuration" in refused(capsys, train.main, other, workdir).err
+    assert not (workdir / "config.json").exists()
+
+
 # ---- export and evaluate ------------------------------------------------------------------------------------------
 
 
