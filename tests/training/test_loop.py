@@ -384,7 +384,7 @@ def test_processes_compare_what_they_have_read(tmp_path, monkeypatch):
         return texts
 
     ours, theirs, others = compared({}, "1.0"), compared({"answer": "?"}, "1.0"), compared({}, "0.0")
-    assert {what for what in ours if ours[what] != theirs[what]} == {"the prompts"}
+    assert {what for what in ours if ours[what] != theirs[what]} == {"the prompts", "the reward functions"}
     assert {what for what in ours if ours[what] != others[what]} == {"the reward functions"}
 
 
