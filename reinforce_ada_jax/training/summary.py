@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from reinforce_ada_jax.collection.strategies import Strategy
-from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, changed
+from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, changed, longest_response
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning import layer_gather
@@ -75,10 +75,19 @@ def cache(components: Components) -> str:
     )
 
 
+def _beyond(config: Config, components: Components) -> str:
+    """Returns a remark if prompts and responses together are longer than the model was made for.
+
+    The prompts of an environment's engine have the earlier turns in them, and the turn that is drawn is one of these.
+    """
+    options = components.engine.options
+    return components.architecture.beyond(options.max_prompt_tokens if config.environment.path else options.most_tokens)
+
+
 def model_and_memory(config: Config, components: Components, who: str) -> list[str]:
     """Returns the lines of `model_and_mesh` and one on memory, for a command that only draws."""
     weight_bytes = components.architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
-    beyond = components.architecture.beyond(components.engine.options.most_tokens)
+    beyond = _beyond(config, components)
     memory = f"memory      weights {weight_bytes / 2**20:,.1f} MiB, {cache(components)}{beyond}"
     return [*model_and_mesh(config, components, who), memory]
 
@@ -153,7 +162,9 @@ def summary(
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     ahead = ", while the next iteration is drawn" if config.draws_ahead else ""
     prints = f"; it prints to {buckets.origin(output_file(workdir))}" if config.reward.path else ""
-    beyond = architecture.beyond(options.most_tokens)
+    turns = ""
+    if config.environment.path:
+        turns = f", turns up to {options.max_response_tokens:,}"
     return "\n".join(
         [
             *model_and_mesh(config, components, str(components.folder)),
@@ -163,8 +174,8 @@ def summary(
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
             f"{num_prompts:,}), {updates_each} each{ahead}; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",
-            f"lengths     prompts up to {options.max_prompt_tokens:,} tokens (template {config.data.template}), "
-            f"responses up to {options.max_response_tokens:,}{beyond}",
+            f"lengths     prompts up to {config.data.max_prompt_tokens:,} tokens (template {config.data.template}), "
+            f"responses up to {longest_response(config):,}{turns}{_beyond(config, components)}",
             *([f"reward      {reward}{prints}"] if reward else []),
             f"files       {buckets.origin(workdir)}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
         ]

@@ -220,6 +220,16 @@ def test_two_processes_make_the_run_of_one_through_an_end_between_turns(tmp_path
             assert metrics[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
+def test_the_summary_has_the_lengths_of_trajectories(tmp_path, settings, capsys):
+    """Turns are parts of a trajectory: 40 + 24 are the 64 tokens that the model was made for, and 41 + 24 are more."""
+    lengths = {}
+    for longest in (40, 41):
+        train.dry_run(tiny(**settings | {"data.max_prompt_tokens": longest}), tmp_path / "run")
+        (lengths[longest],) = re.findall(r"^lengths +(.*)", capsys.readouterr().out, re.MULTILINE)
+    assert lengths[40] == "prompts up to 40 tokens (template chat), responses up to 24, turns up to 8"
+    assert lengths[41].endswith("turns up to 8; the model was made for 64 tokens in all")
+
+
 def test_an_environment_that_fails_stops_the_run_with_its_traceback(tmp_path, settings, capfd):
     broken = settings | {"environment.path": settings["environment.path"].replace("TryAgain", "Broken")}
     err = refused(capfd, train.main, tiny(**broken), tmp_path / "run", code=cli.STOPPED).err
