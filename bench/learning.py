@@ -329,15 +329,17 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     found = list(zip(runs, train_all(runs, folder, options.jobs), strict=True))
     result, tables = {}, []
     for name in tasks:
-        entries = [entry for task, entry in planned if task == name]
+        entries = [entry for of, entry in planned if of == name]
         histories = {
             entry.name: [history for run, history in found if run.task == name and run.entry == entry]
             for entry in entries
         }
-        result[name] = summary(TASKS[name], histories)
-        figure(TASKS[name], histories, folder / name)
+        task = TASKS[name]
+        task = dataclasses.replace(task, updates=min(options.updates or task.updates, task.updates))
+        result[name] = summary(task, histories)
+        figure(task, histories, folder / name)
         beside = prediction_table(name, result[name], histories, folder)
-        tables.append(f"## {name}\n\n{table(TASKS[name], result[name])}\n")
+        tables.append(f"## {name}\n\n{table(task, result[name])}\n")
         tables += [f"### Predicted and measured\n\n{beside}\n"] if beside else []
     (folder / "learning.md").write_text("\n".join(tables))
     print("\n".join(tables), flush=True)

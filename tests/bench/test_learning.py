@@ -189,6 +189,14 @@ def test_every_run_is_trained_and_drawn(tmp_path, scripted):
         assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}.svg").exists()
 
 
+def test_shorter_runs_are_compared_at_their_end(tmp_path, scripted):
+    """The heading said "at 16 updates" above the averages after 4."""
+    scripted(lambda run, workdir: None, lambda workdir: HISTORIES["balance"][0])
+    result = measured(tmp_path, "--seeds=1", "--task=sums", "--algorithms=ngu", "--updates=4")
+    assert result["sums"]["ngu"]["avg_at_4_updates"][0] == pytest.approx(4 / 200)
+    assert "at 4 updates" in (tmp_path / "learning.md").read_text()
+
+
 def test_predictions_are_beside_outcomes(tmp_path, scripted):
     """A method that chooses prompts meets other pass rates than those measured, so it has no prediction."""
 
