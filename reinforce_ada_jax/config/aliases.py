@@ -29,6 +29,7 @@ class Alias:
 
 
 _GROUP = "Responses of a prompt in the update. balance, positive and estimate draw samples_per_round at a time."
+_EVALUATIONS = "That of evaluations is evaluation.max_response_tokens."
 _NEVER_CUT = "A longer prompt is an error, never cut."
 _DEVIATION = "The deviation is that of all responses drawn for the prompt."
 _YES_NO = {"True": "True", "true": "True", "False": "False", "false": "False"}
@@ -38,8 +39,8 @@ _TARGETS = "Several are written as q_proj,v_proj."
 ALIASES = {
     # ---- TRL and tunix
     "num_generations": Alias("TRL, tunix", ("collection.group_size",), _GROUP),
-    "max_completion_length": Alias("TRL", ("sampling.max_response_tokens",)),
-    "max_tokens_to_generate": Alias("tunix", ("sampling.max_response_tokens",)),
+    "max_completion_length": Alias("TRL", ("sampling.max_response_tokens",), _EVALUATIONS),
+    "max_tokens_to_generate": Alias("tunix", ("sampling.max_response_tokens",), _EVALUATIONS),
     "max_prompt_length": Alias("TRL, tunix", ("data.max_prompt_tokens",), _NEVER_CUT),
     "temperature": Alias("TRL, tunix", ("sampling.temperature",)),
     "beta": Alias("TRL, tunix", ("learning.kl_coefficient",)),
@@ -91,7 +92,7 @@ ALIASES = {
     "data.val_files": Alias("verl", ("evaluation.benchmarks",)),
     "data.prompt_key": Alias("verl", ("data.problem_column",)),
     "data.max_prompt_length": Alias("verl", ("data.max_prompt_tokens",), _NEVER_CUT),
-    "data.max_response_length": Alias("verl", ("sampling.max_response_tokens",)),
+    "data.max_response_length": Alias("verl", ("sampling.max_response_tokens",), _EVALUATIONS),
     "data.train_batch_size": Alias("verl", ("collection.prompts_per_iteration",)),
     "actor.ppo_mini_batch_size": Alias("verl", ("learning.prompts_per_update",)),
     "actor.clip_ratio": Alias("verl", _CLIP, "Both bounds; clip_ratio_low and clip_ratio_high set one of them."),
