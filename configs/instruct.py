@@ -7,7 +7,8 @@
 
 In the repository, the second one is
 
-    python -m reinforce_ada_jax.train --config=configs/instruct.py --workdir=runs/mine --config.model.path=MODEL
+    python -m reinforce_ada_jax.train --config=configs/instruct.py --workdir=runs/mine --config.model.path=MODEL \
+        --config.data.prompts=FILE
 
 Each prints what was chosen: the chat template of the model with its own system message, prompts and responses of up to
 512 tokens, slots and precision for the device. `train --dry_run` adds how long an iteration takes here. Adapters
