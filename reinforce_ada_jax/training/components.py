@@ -216,7 +216,7 @@ def choose_slots(
         return slot_choice.CHOICES[0], "on a CPU more rows are no cheaper each"
     prompts = config.collection.prompts_per_iteration
     slots, share = slot_choice.choose_slots(strategy, prompts)
-    return slots, f"of which {prompts} prompts are expected to keep {share:.0%} busy without draws ahead of verdicts"
+    return slots, f"{prompts} prompts are expected to keep {share:.0%} of these busy, without draws ahead of verdicts"
 
 
 def engine_options(
