@@ -116,7 +116,7 @@ def main(settings: Sequence[str], iterations: int, file: str | None) -> None:
 
 if __name__ == "__main__":
     CONFIG = cli.define_config()
-    ITERATIONS = flags.DEFINE_integer("iterations", 3, "Iterations of each of the two runs.", lower_bound=2)
+    ITERATIONS = flags.DEFINE_integer("iterations", 3, "Iterations of each of the two runs, at least 2.", lower_bound=2)
     JSON = flags.DEFINE_string("json", None, "File for the figures.")
     GIVEN = tuple(argument for argument in sys.argv[1:] if argument.lstrip("-").startswith("config"))
 

@@ -6,6 +6,9 @@
 Rows of data.prompts have `messages` that end with the assistant's, or a prompt with `completion`, `response`,
 `solution` or `answer`. --dry_run checks the input and prints what would run. The same command resumes the run in a work
 directory. Ctrl-C ends it after saving the last update.
+
+The number of updates follows from sft.epochs: `iterations` is not read, nor are the settings of drawing and of rewards
+(docs/how_to/sft.md).
 """
 
 import contextlib
