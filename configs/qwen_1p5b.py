@@ -6,7 +6,8 @@
 Hardware: v5e-8, one host of 8 chips with 16 GB each. Weights, moments and gradients are float32 and sharded over all of
 them; decoding runs in 4 replicas of 64 slots, each on 2 chips. Compiled ahead of time for v5e:2x4 (jax 0.10.2) with
 evaluations of 4,096 tokens, a chip holds 9.2 GiB in decoding (weights, 6,401 pages, its share of the learner) and 10.7
-GiB in the update of 512 rows of 3,072 tokens; without evaluations 7.4 and 8.9 (docs/scale.md). No slice has timed it.
+GiB in the update of 512 rows of 3,072 tokens (commit 443ea384); without evaluations 7.4 and 9.1 (docs/scale.md). No
+slice has timed it.
 Prompts: the published hard set, through `datasets` (pip install '.[hub]'); the paper's easy set is
 hf:RLHFlow/reinforce_ada_simple_prompt_1-5b. Both are called ..._1.5b and easy where they are announced. A JSONL file
 does as well: --config.data.prompts=FILE. The benchmarks are read through `datasets`, too; name files, or none:
