@@ -22,6 +22,7 @@ from reinforce_ada_jax.rewards.math_marks import (
     is_bound,
     marks_differ,
     right_side,
+    same_list,
     same_time,
     same_words,
     with_unit_as_text,
@@ -274,7 +275,7 @@ def _compared(boxed: str, answer: str) -> Verdict:
     boxed, answer = (with_unit_as_text(unwrapped(as_latex(each))) for each in (boxed, answer))
     if marks_differ(boxed, answer) or _hedged(boxed, answer):
         return Verdict(False, 0.0)
-    for same in (same_words(boxed, answer), same_time(boxed, answer)):
+    for same in (same_words(boxed, answer), same_time(boxed, answer), same_list(boxed, answer) or None):
         if same is not None:
             return Verdict(same, float(same))
     # Percent signs are removed, because with them Math-Verify compares fractions differently from whole numbers.

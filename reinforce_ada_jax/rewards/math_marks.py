@@ -56,7 +56,7 @@ _PLAIN_UNITS = (
     (re.compile(r"\\(?:([$%])|[A-Za-z]+|.)"), r"\1 "),
     (re.compile(r"[{}]"), ""),
 )
-_AMOUNT = re.compile(r"(?:([$€£])\s*)?(?<!\^)(?<!\^-)\d[\d.,]*((?:\^-?\d+|[^\d$€£])*)")
+_AMOUNT = re.compile(r"(?:([$€£])\s*)?(?<!\^)(?<!\^-)\d[\d.,]*((?:\^-?\d+|[^\d$€£]|[€£](?!\s*\.?\d))*)")
 # Units without a font at the end of a text. Those of one or two letters may be variables.
 _BARE_UNITS = re.compile(r"(?<=[\d}])\s*([A-Za-z]{3,}(?:\s+[A-Za-z]+)*)\s*\Z")
 _FACTOR = re.compile(r"(/|[A-Za-z]+|[%°$€£¢])\s*(?:\^(-?\d+))?")
@@ -171,6 +171,12 @@ def with_unit_as_text(text: str) -> str:
 def goes_on(text: str) -> bool:
     r"""Returns True for a list that goes on, `1, 2, \ldots`: Math-Verify drops the dots."""
     return bool(_GOES_ON.search(text))
+
+
+def same_list(text: str, other: str) -> bool:
+    r"""Returns True for two lists that go on and are the same text, but for spaces at commas and for the dots."""
+    plain = [re.sub(r"\s*,\s*", ",", _GOES_ON.sub(",...", each)).strip() for each in (text, other)]
+    return goes_on(text) and plain[0] == plain[1]
 
 
 def is_bound(text: str) -> bool:

@@ -45,6 +45,8 @@ MARKED = [
     # A list that goes on.
     ("1,2", r"1,2,\ldots", False),
     (r"1,2,\ldots", "1,2", False),
+    (r"1,2,\ldots", r"1, 2, \dots", True),
+    (r"1,2,\ldots", r"1, 3, \ldots", False),
     ("3.14159", r"3.14159\ldots", True),
     # Equations: of two, the right sides do not decide unless the left ones are names.
     (r"3\ddot{x}=F", r"5\ddot{x}=F", False),
@@ -134,6 +136,11 @@ MARKED = [
     (r"\$5", r"5\text{ cents}", False),
     (r"\$5 \text{ per hour}", r"\$5\text{ per day}", False),
     (r"\$5", "€5", False),
+    (r"\$5", "5€", False),
+    (r"5\text{ euros}", "5 €", True),
+    (r"€5", "5 €", True),
+    (r"£5", "5 €", False),
+    (r"€5, €6", "5 €, 6 €", True),
     (r"10\%", r"\$10", False),
     (r"60^\circ", r"60\text{ degrees}", True),
     (r"60^\circ", r"60\text{ rad}", False),
