@@ -59,14 +59,12 @@ def tools_of(environment: Any) -> dict[str, tools_lib.Tool]:
 def schemas_of(environment_class: type) -> list[Any]:
     """Returns the descriptions of the tools of a class: `tool_schemas` if its environments call their tools themselves.
 
-    If the class has no `tools`, they are those of an environment, which may set them in `__init__`.
+    Otherwise they are those of an environment, which may set them in `__init__`.
     """
     own = getattr(environment_class, "tool_schemas", None)
     if own is not None:
         return list(own)
-    has_tools = not isinstance(getattr(environment_class, "tools", property()), property)
-    environment = environment_class if has_tools else made(environment_class, (0,))
-    return [tools_lib.schema(tool) for tool in tools_of(environment).values()]
+    return [tools_lib.schema(tool) for tool in tools_of(made(environment_class, (0,))).values()]
 
 
 def made(environment_class: type, address: Sequence[int]) -> Any:

@@ -147,6 +147,8 @@ def test_schemas_are_those_of_the_tools_unless_the_class_has_its_own():
 
 def test_tools_may_be_methods_that_are_set_in_init():
     class Room:
+        tools = (classes.add,)  # the model was shown this one
+
         def __init__(self, rng):
             self.tools = (self.look,)
 
