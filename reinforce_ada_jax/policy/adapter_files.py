@@ -7,7 +7,7 @@ import pathlib
 import struct
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors import numpy as safetensors
 
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files import gguf, partial_copy
@@ -101,7 +101,8 @@ def save(
             "inference_mode": True,
         }  # fmt: skip
         weight_files.write_json(partial / CONFIG, config)
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        # Not by `save_file`, whose file only its owner may read (safetensors 0.8).
+        (partial / WEIGHTS).write_bytes(safetensors.save(tensors, metadata={"format": "pt"}))
 
 
 def load(folder: pathlib.Path, architecture: Architecture) -> tuple[Lora, dict[str, np.ndarray]]:
@@ -117,7 +118,7 @@ def load(folder: pathlib.Path, architecture: Architecture) -> tuple[Lora, dict[s
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG} is not of adapters that this program writes ({error!r}).") from error
     weight_files.read_headers([folder / WEIGHTS])
-    tensors = load_file(folder / WEIGHTS)
+    tensors = safetensors.load_file(folder / WEIGHTS)
     matrices = {}
     for name, shape in shapes.items():
         theirs = _peft_name(*name.rsplit(".", 1))

@@ -253,6 +253,8 @@ def test_peft_s_layout(family, tmp_path):
     config = json.loads((tmp_path / "adapter" / adapter_files.CONFIG).read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8.0, list(lora.TARGETS))
     assert config["base_model_name_or_path"] == str(recording.GOLDEN / family)
+    rights = {file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}
+    assert len(rights) == 1  # the weights were readable for their owner alone
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
