@@ -85,9 +85,9 @@ class RewardConfig:
 
     kind: str = setting("math", "Built-in grader.", one_of(values.REWARDS))
     path: str = setting(
-        "", '"file.py:function" of your own, with a signature of ours, TRL, tunix or verl (docs/how_to/reward.md); '
-        "several with commas between them, whose sum is the reward; file.py:function=0.5 has the weight 0.5. Replaces "
-        "kind.", values.USER_FUNCTIONS, rule="own_code_has_workers",
+        "", '"file.py:function" of your own, with a signature of ours, TRL, tunix, verl or OpenAI '
+        "(docs/how_to/reward.md); several with commas between them, whose sum is the reward; file.py:function=0.5 has "
+        "the weight 0.5. Replaces kind.", values.USER_FUNCTIONS, rule="own_code_has_workers",
     )  # fmt: skip
     completions: str = setting(
         "auto", 'What functions of prompts and completions get: "text", or "chat", messages. auto: messages where the '
