@@ -54,9 +54,7 @@ TASKS = {
     "maze": Task(
         "maze", (80_000, 160_000, 320_000), 0.5, 8, 120.0, 400.0, 25, {"evaluation.samples": 8}, learning_rate=3e-5
     ),
-    "shortest_path": Task(
-        "reasoning_gym", (30_000, 50_000, 75_000), 0.35, 8, 60.0, 240.0, 20, learning_rate=2e-4, predicts=False
-    ),
+    "shortest_path": Task("reasoning_gym", (30_000, 50_000, 75_000), 0.35, 8, 60.0, 240.0, 20, learning_rate=2e-4),
     "spell_backward": Task(
         "reasoning_gym", (50_000, 100_000, 150_000), 0.3, 8, 60.0, 240.0, 20, SPELL_BACKWARD, learning_rate=3e-4,
         predicts=False,

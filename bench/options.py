@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from absl import flags
 
+from bench.methods import TASKS
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.policy.presets import PUBLISHED
 
@@ -154,8 +155,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
-    tasks = "Tasks of `learning`: cipher, second_half, words, maze, sums, char_count."
-    flags.DEFINE_list("task", ["cipher"], tasks, flag_values=values)
+    flags.DEFINE_list("task", ["cipher"], f"Tasks of `learning`, of {', '.join(TASKS)}.", flag_values=values)
     flags.DEFINE_list(
         "learning_rates", [],
         "Learning rate of all runs of `learning`, or several: the best for each algorithm; default: that of its table.",
