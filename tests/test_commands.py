@@ -122,7 +122,8 @@ def test_a_setting_by_its_name_in_trl():
     result = run_python("-c", PARSE_ONLY, TINY, "--config.max_completion_length=4", "--config.beta=0.1")
     assert (result.returncode, result.stdout) == (0, "balance 100\n")
     assert result.stderr.splitlines() == [
-        "note: max_completion_length of TRL is sampling.max_response_tokens=4 here.",
+        "note: max_completion_length of TRL is sampling.max_response_tokens=4 here. That of evaluations is "
+        "evaluation.max_response_tokens.",
         "note: beta of TRL, tunix is learning.kl_coefficient=0.1 here.",
     ]
 
