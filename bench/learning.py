@@ -72,7 +72,7 @@ def train(run: Run, workdir: pathlib.Path) -> None:
     lines = read_metrics(workdir)
     if lines and lines[-1]["iteration"] >= entry.updates and f"evaluation/{BENCHMARK}/avg" in lines[-1]:
         saved = read_json(workdir / CONFIG)["collection"]
-        wanted = packaged(task.config).collection.to_dict() | entry.overrides
+        wanted = packaged(task.config).to_dict()["collection"] | entry.overrides
         if all(str(saved.get(key)) == str(value) for key, value in wanted.items()):
             return  # otherwise `train` says which settings differ
     settings = {"seed": run.seed, "iterations": entry.updates, "learning.learning_rate": entry.learning_rate}
