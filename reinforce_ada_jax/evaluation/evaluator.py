@@ -140,7 +140,8 @@ class Evaluator:
     def __call__(self, run: Run, state: RunState) -> Metrics:
         """Returns `evaluation/BENCHMARK/...` of a run's policy, and writes evaluations/<iteration>.json.
 
-        Raises Interrupted if the run was asked to end, TrainingStopped if too many responses could not be graded.
+        Raises Interrupted if the run was asked to end, TrainingStopped if too many responses could not be graded, or
+        the file is damaged.
         """
         assert run.rollouts is not None
         config, components, iteration = run.config, run.components, state.iteration
@@ -171,7 +172,10 @@ class Evaluator:
             problems = hashes(self.benchmarks)
             if warning := other_problems(run.workdir, iteration, problems):
                 run.progress.say(warning)
-            save_results(results_file(run.workdir, iteration), {"iteration": iteration}, metrics | problems)
+            try:
+                save_results(results_file(run.workdir, iteration), {"iteration": iteration}, metrics | problems)
+            except ValueError as error:
+                raise TrainingStopped(str(error)) from error
         return metrics
 
     def _drawn_by(self, hosts: DrawingHosts, run: Run, benchmark: str, iteration: int) -> GradedResponses:

@@ -16,7 +16,7 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.run import Run
+from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt, Verdict
 from tests.running import cipher_file, tiny
@@ -114,6 +114,17 @@ def test_benchmarks_with_equal_ids_are_drawn_independently(components, monkeypat
     assert all(0 <= stream < 2**32 and stream % 2 == 1 for stream, _ in addresses)
     # Those that meet no id of an earlier benchmark keep theirs.
     assert {(1, "a"), (1, "b"), (1, "d"), (3, "a"), (5, "d")} <= set(addresses)
+
+
+def test_a_damaged_file_of_the_same_iteration_ends_the_run_with_the_remedy(components, tmp_path):
+    file = evaluator.results_file(tmp_path, 2)
+    file.parent.mkdir()
+    file.write_text("{")
+    verifiers = VerifierPool(cipher.grade, workers=0, time_limit_s=1.0)
+    run = Mock(spec=Run, components=components, config=tiny(), workdir=tmp_path, rollouts=Mock(spec=Rollouts))
+    run.verifiers, run.policy = verifiers, lambda state: {}
+    with pytest.raises(TrainingStopped, match=r"000002\.json is not JSON .*Remove it, then run the same command\."):
+        evaluator.Evaluator({})(run, Mock(spec=RunState, iteration=2))
 
 
 def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it(components, monkeypatch):
