@@ -40,9 +40,9 @@ class Comparison:
 def _sentence(first: History, second: History, benchmark: str) -> str:
     """Returns a sentence that compares two runs after equal updates, and at equal numbers of generated tokens.
 
-    At equal tokens one run has an evaluation. The average of the other one may be interpolated; it is marked then. If
-    the other one has no earlier evaluation, the part on equal tokens is left out; if the tokens of a run are not known,
-    all on tokens.
+    At equal tokens one run has an evaluation. The average of the other one may be interpolated; it is marked then. The
+    part on equal tokens is left out if the other one has no earlier evaluation. Nothing is said of tokens if those of a
+    run are not known.
     """
     accuracies = [history.evaluations[benchmark] for history in (first, second)]
     last = max(set(accuracies[0].updates.tolist()) & set(accuracies[1].updates.tolist()), default=0.0)

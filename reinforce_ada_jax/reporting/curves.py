@@ -25,7 +25,7 @@ BUDGETS: dict[str, tuple[str, Callable[[History], Float[np.ndarray, " I"]]]] = {
     "tokens": ("generated tokens", lambda history: history.tokens),
     "time": ("seconds of collecting and updating", lambda history: history.seconds),
 }
-# By the word in a title: what the axis needs, after what the panel needs.
+# What a run may also lack where a panel is missing, by the word for the axis in its title.
 OF_AXIS = {
     "updates": "", "tokens": ", or no line of an earlier iteration",
     "time": ", or no time/*_s, or no line of an earlier iteration",

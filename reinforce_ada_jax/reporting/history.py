@@ -116,8 +116,8 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         raise ValueError(f"{workdir} is no run of ours: its config.json or metrics.jsonl lacks {error}.") from error
     discarded = np.array([line.get("collection/discarded_tokens", 0) for line in lines], float)
     iterations = np.array([line["iteration"] for line in lines], float)
-    is_lacking = iterations != np.arange(1, len(lines) + 1)  # a line before
-    tokens = np.where(is_lacking, np.nan, np.cumsum(needed[:, 0] + discarded))
+    after_gap = iterations != np.arange(1, len(lines) + 1)  # an earlier iteration has no line
+    tokens = np.where(after_gap, np.nan, np.cumsum(needed[:, 0] + discarded))
     updates = per_iteration * iterations
     found = (key for line in lines for key, value in line.items() if isinstance(value, int | float))
     names = dict.fromkeys(["iteration", *found])
@@ -129,7 +129,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         if re.fullmatch(r"time/\w+_s", name) and name not in elsewhere
     ]
     seconds = np.cumsum(np.sum(spent, axis=0)) if spent else np.full(len(lines), np.nan)
-    seconds = np.where(is_lacking, np.nan, seconds)
+    seconds = np.where(after_gap, np.nan, seconds)
     evaluations = [read_json(file) for file in sorted((workdir / "evaluations").glob("*.json"))]
     before = next((result for result in evaluations if result.get("iteration") == 0), {})
     return History(
