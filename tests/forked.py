@@ -5,6 +5,7 @@ as the interpreter does, unless `at_once` is asked for. It shares only the seed 
 commands; test_train.py resumes a run in an interpreter of its own, which has another seed.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -135,9 +136,14 @@ def parents() -> set[int]:
 def children() -> list[str]:
     """Returns the process ids of this process's other children, zombies included.
 
-    A process is a child of the thread that started it.
+    Found by their parent's id: a list of the children of each thread lacks those whose thread has just ended.
     """
-    found = [child for path in pathlib.Path("/proc/self/task").glob("*/children") for child in path.read_text().split()]
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "X":
+                found.append(path.parent.name)
     return sorted(child for child in found if int(child) not in parents())
 
 
