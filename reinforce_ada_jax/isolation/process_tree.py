@@ -16,6 +16,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Rounds of `kill_descendants`. A process that forks while it is found needs another round. If this number is not
 # enough, forks are faster than kills, and then only the kill of the process group remains.
 _MAX_ROUNDS = 100
+_MAX_READINGS = 10
 SUPPORTED = sys.platform == "linux"
 # Signals by which something outside of the pool ends a worker: the system's out-of-memory killer, or a person.
 ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
@@ -29,7 +30,20 @@ def _threads(pid: int) -> list[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the ids of all processes below `pid`, zombies included."""
+    """Returns the ids of all processes below `pid`, zombies included.
+
+    The children of a thread or process that ends pass to another one, which may have been read before them. So all are
+    read again until nothing changes.
+    """
+    found = _read_descendants(pid)
+    for _ in range(_MAX_READINGS):
+        before, found = found, _read_descendants(pid)
+        if set(found) == set(before):
+            break
+    return found
+
+
+def _read_descendants(pid: int) -> list[int]:
     found, unseen = [], [pid]
     while unseen:
         parent = unseen.pop()
