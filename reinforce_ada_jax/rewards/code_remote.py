@@ -15,9 +15,8 @@ def unsupported(word):
     os._exit(1)
 
 
-def ask(remote, *request):
+def ask(remote, what, *arguments):
     """Returns the program's answer about one of its objects."""
-    what, *arguments = request
     return remote.__state__.ask(what, remote.__state__.number, *arguments)
 
 

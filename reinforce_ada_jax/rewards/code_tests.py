@@ -186,9 +186,9 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
     given = dict(columns)
     if isinstance(_from_json(given.get("private_test_cases")), str):
         del given["private_test_cases"]  # of LiveCodeBench: a pickle, which nothing here may open
-    groups = [[given.get(name) for name in group] for group in COLUMNS] + [[truth]]
-    names = [" + ".join(group) for group in COLUMNS] + ["reward_model.ground_truth"]
-    for name, group in zip(names, groups, strict=True):
+    groups = {" + ".join(group): [given.get(name) for name in group] for group in COLUMNS}
+    groups["reward_model.ground_truth"] = [truth]
+    for name, group in groups.items():
         try:
             tests = [test for value in group if value is not None for test in _of_value(value, function)]
         except (ValueError, TypeError) as error:
@@ -196,7 +196,7 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
         if tests:
             break
     else:
-        raise ValueError(f"no tests: none of {', '.join(names)} among its columns {', '.join(sorted(columns)):.200}")
+        raise ValueError(f"no tests: none of {', '.join(groups)} among its columns {', '.join(sorted(columns)):.200}")
     imports, entry = columns.get("test_imports"), columns.get("entry_point")
     lines = [*(imports if isinstance(imports, list) else [imports]), columns.get("test_setup_code")]
     setup = "".join(f"{line}\n" for line in lines if isinstance(line, str))
