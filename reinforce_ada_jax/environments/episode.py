@@ -42,10 +42,7 @@ def messages_of(value: Any, method: str) -> list[Message]:
 
 
 def is_message(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not value.keys() >= {"role", "content"}:
-        return False
-    role, content = value["role"], value["content"]
-    return role in ROLES and isinstance(content, str)
+    return isinstance(value, Mapping) and value.get("role") in ROLES and isinstance(value.get("content"), str)
 
 
 def tools_of(environment: Any) -> dict[str, tools_lib.Tool]:
