@@ -210,7 +210,7 @@ class ResponseStore:
         self._header_file = file.with_suffix(HEADER)
         self._by_draw: dict[str, dict[int, GradedResponse]] = collections.defaultdict(dict)
         if self._size():
-            self._check(read_header(file), regrade)
+            self._check()
         pattern = f"{glob.escape(file.stem)}{PART}*{file.suffix}"
         self._parts = [ResponseStore(part, header, regrade=regrade) for part in sorted(file.parent.glob(pattern))]
         self._read()
@@ -218,15 +218,15 @@ class ResponseStore:
     def _size(self) -> int:
         return self.file.stat().st_size if self.file.exists() else 0
 
-    def _check(self, stored: Header, regrade: bool) -> None:
-        named = buckets.origin(self.file)
+    def _check(self) -> None:
+        named, stored = buckets.origin(self.file), read_header(self.file)
         if lines := _differences(stored["drawn"], self.header["drawn"]):
             raise ValueError(
                 f"{named} holds responses that were drawn with other settings (stored -> now):\n{lines}\nContinue "
                 "with the stored values, give another --output, or remove the file to draw again."
             )
         lines = _differences(stored["graded"], self.header["graded"])
-        if lines and not regrade:
+        if lines and not self._regrade:
             raise ValueError(
                 f"{named} holds responses that were graded differently (stored -> now):\n{lines}\nGrade them again "
                 "(evaluate has --regrade), continue with the stored values, or remove the file to draw again."
@@ -259,7 +259,7 @@ class ResponseStore:
             if not self._size():  # a header without responses belongs to a file that was removed
                 self._write_header()
             else:
-                self._check(read_header(self.file), self._regrade)
+                self._check()
             if self._size() != self._seen_bytes:  # another process has written after this one read
                 self._read()
             os.truncate(self.file, sum(map(len, finished_lines(self.file))))
