@@ -12,7 +12,7 @@ import os
 import pathlib
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -185,12 +185,12 @@ class VerifierPool:
         return {"grader": index, "response": pair[0], "answer": pair[1], "columns": columns}
 
     def _grade_all(self, requests: list[dict[str, Any]]) -> list[Verdict]:
-        waiting = collections.deque(range(len(requests)))
+        waiting = collections.deque(enumerate(requests))
         outcomes: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
         verdicts: dict[int, Verdict] = {}
         try:
             for worker in self._workers:
-                worker.thread.submit(self._grade_waiting, worker, requests, waiting, outcomes)
+                worker.thread.submit(self._grade_waiting, worker, waiting, outcomes)
             while len(verdicts) < len(requests):
                 item, outcome = outcomes.get()
                 if isinstance(outcome, BaseException):
@@ -207,18 +207,17 @@ class VerifierPool:
     def _grade_waiting(
         self,
         worker: Worker,
-        requests: Sequence[Mapping[str, Any]],
-        waiting: collections.deque[int],
+        waiting: collections.deque[tuple[int, dict[str, Any]]],
         outcomes: "queue.SimpleQueue[tuple[int, _Outcome]]",
     ) -> None:
-        """Grades items of `requests` while some wait; in the thread of a worker."""
+        """Grades requests while some wait; in the thread of a worker."""
         try:
             while worker.start():  # the process is ready before an item is taken: meanwhile another worker may take it
                 try:
-                    item = waiting.popleft()
+                    item, request = waiting.popleft()
                 except IndexError:
                     return
-                outcomes.put((item, self._graded(worker, requests[item])))
+                outcomes.put((item, self._graded(worker, request)))
         except BaseException as error:
             outcomes.put((0, error))
 
