@@ -52,8 +52,8 @@ def _read_only(target: str) -> None:
     check(libc().syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments, size), f"mount_setattr {target}")
 
 
-def _bind(root: str, path: str) -> None:
-    target = root + path
+def _bind(path: str) -> None:
+    target = _MOUNT_POINT + path
     pathlib.Path(target).parent.mkdir(parents=True, exist_ok=True)
     if os.path.islink(path):
         os.symlink(os.readlink(path), target)
@@ -97,7 +97,7 @@ def new_root(owner: int | None, size_bytes: int) -> None:
     _mount("sandbox", _MOUNT_POINT, "tmpfs", _NOSUID, f"size={size_bytes},nr_inodes={_MAX_FILES},mode=755")
     for path in (*_SYSTEM, *_of_python(), *_FILES):
         if os.path.lexists(path):
-            _bind(_MOUNT_POINT, path)
+            _bind(path)
     for path in _WRITABLE:
         folder = _MOUNT_POINT + path
         os.makedirs(folder, exist_ok=True)

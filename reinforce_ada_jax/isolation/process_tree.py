@@ -94,12 +94,11 @@ def supervise(descriptor: int) -> None:
     """
     if not SUPPORTED:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
     adopt()
     supervisor, worker = os.getpid(), os.fork()
     if worker == 0:
         # The supervisor has one thread, so this signal means that it has ended.
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != supervisor:
             os._exit(1)
         return
