@@ -68,7 +68,18 @@ def _parse(line: bytes, where: str) -> Any:
 
 
 def _check_format(line: bytes, name: str) -> None:
-    """Raises ValueError for the first line of a file that is no JSONL, and known by its first bytes."""
+    """Raises ValueError if the first line or the name of a file says that it is no JSONL."""
+    if line.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        raise ValueError(
+            f"{name} is one JSON array. Write one object a line: jq -c '.[]' {shlex.quote(name)} > new.jsonl"
+        )
+    if name.endswith((".csv", ".tsv")):
+        tabs = ", delimiter='\\t'" if name.endswith(".tsv") else ""
+        rows = f"[print(json.dumps(row)) for row in csv.DictReader(sys.stdin{tabs})]"
+        raise ValueError(
+            f"{name} is a table of CSV, and problems are JSONL, one object a line: "
+            f'python -c "import csv, json, sys; {rows}" < {shlex.quote(name)} > new.jsonl'
+        )
     if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(f"{name} is UTF-16. Save it as UTF-8.")
     if line.startswith(_LFS):
@@ -88,17 +99,6 @@ def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(
                     f"{where}: more than {MAX_LINE_BYTES:,} bytes. One problem a line; leave out what is no text."
-                )
-            if number == 1 and line.lstrip(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                raise ValueError(
-                    f"{name} is one JSON array. Write one object a line: jq -c '.[]' {shlex.quote(name)} > new.jsonl"
-                )
-            if number == 1 and name.endswith((".csv", ".tsv")):
-                tabs = ", delimiter='\\t'" if name.endswith(".tsv") else ""
-                rows = f"[print(json.dumps(row)) for row in csv.DictReader(sys.stdin{tabs})]"
-                raise ValueError(
-                    f"{name} is a table of CSV, and problems are JSONL, one object a line: "
-                    f'python -c "import csv, json, sys; {rows}" < {shlex.quote(name)} > new.jsonl'
                 )
             if number == 1:
                 _check_format(line, name)
