@@ -190,9 +190,7 @@ def _checked_id(name: str, key: str, where: str) -> str:
     return name
 
 
-def to_problem(
-    row: Any, where: str, seen: collections.Counter[str], columns: Columns = BY_RULES, *, unique_ids: bool = True
-) -> Problem:
+def to_problem(row: Any, where: str, seen: collections.Counter[str], columns: Columns, *, unique_ids: bool) -> Problem:
     """Returns a row, an object with JSON values, as a problem.
 
     `where` is file and line, for the beginning of errors; `seen` counts the ids so far. Of two equal ids the second
