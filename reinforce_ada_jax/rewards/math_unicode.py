@@ -7,8 +7,7 @@ reads correctly, such as `≤` and `π`, and marks with more than one meaning, s
 import re
 import unicodedata
 
-_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ", "0123456789+-()n", strict=True))
-_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋ₙ", "0123456789+-n", strict=True))
+_SUPERSCRIPTS, _SUBSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ", "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"
 _SIGNS = {
     "−": "-", "×": r"\times ", "·": r"\cdot ", "•": r"\cdot ", "∞": r"\infty ", "∈": r"\in ", "⩽": r"\le ",
     "⩾": r"\ge ", "、": ",", **{letter: rf"\mathbb{{{unicodedata.normalize('NFKC', letter)}}}" for letter in "ℂℕℚℝℤ"},
@@ -23,8 +22,8 @@ _DASH = re.compile(r"(?:\A|(?<=[(\[,=]))(\s*)–(?=[\s\d.])")
 _FRACTION = re.compile("(?:(?<![\\d.,^_])(\\d{1,9}) ?)?([\u00bc-\u00be\u2150-\u215e\u2189])")
 _SLASHED = re.compile(r"(?<![\d.])(\d{1,9})⁄(\d{1,9})(?!\d)")
 _RAISED_OVER_LOWERED = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9})[⁄/]([₀₁₂₃₄₅₆₇₈₉]{1,9})")
-_RAISED = re.compile(rf"\^?([{''.join(_SUPERSCRIPTS)}]+)")
-_LOWERED = re.compile(rf"_?([{''.join(_SUBSCRIPTS)}]+)")
+_RAISED = re.compile(rf"\^?([{_SUPERSCRIPTS}]+)")
+_LOWERED = re.compile(rf"_?([{_SUBSCRIPTS}]+)")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 # Under the sign: a number, a letter, or what is in brackets, if nothing follows that could be under it too.
 _ROOT = re.compile(
@@ -32,14 +31,14 @@ _ROOT = re.compile(
 )
 
 
-def _plain(match: re.Match[str]) -> str:
-    """Returns the usual letter for one of another shape."""
-    return unicodedata.normalize("NFKC", match[0])
+def _plain(text: str) -> str:
+    """Returns the usual characters for raised, lowered and other shapes of them; a minus becomes `−`."""
+    return unicodedata.normalize("NFKC", text)
 
 
 def _fraction(match: re.Match[str]) -> str:
     r"""Returns `\frac{1}{2}` for `½`, and `\frac{5}{2}` for `2½`: to Math-Verify `2\frac{1}{2}x` is x."""
-    over, under = map(int, unicodedata.normalize("NFKC", match[2]).split("⁄"))
+    over, under = map(int, _plain(match[2]).split("⁄"))
     return rf"\frac{{{int(match[1] or 0) * under + over}}}{{{under}}}"
 
 
@@ -60,15 +59,11 @@ def as_latex(text: str) -> str:
     if text.isascii():
         return text
     text = _SPACE.sub(" ", _INVISIBLE.sub("", text)).translate(_FULL_WIDTH)
-    text = re.sub(r"\d", lambda match: str(unicodedata.decimal(match[0])), _LETTERS.sub(_plain, text))
+    text = _LETTERS.sub(lambda match: _plain(match[0]), text)
+    text = re.sub(r"\d", lambda match: str(unicodedata.decimal(match[0])), text)
     text = _ROOT.sub(_root, text)
-    text = _RAISED_OVER_LOWERED.sub(lambda match: rf"\frac{{{_ascii(match[1])}}}{{{_ascii(match[2])}}}", text)
+    text = _RAISED_OVER_LOWERED.sub(lambda match: rf"\frac{{{_plain(match[1])}}}{{{_plain(match[2])}}}", text)
     text = _SLASHED.sub(r"\\frac{\1}{\2}", _FRACTION.sub(_fraction, text))
-    text = _LOWERED.sub(lambda match: f"_{{{_ascii(match[1])}}}", text)
-    text = _DASH.sub(r"\1-", _RAISED.sub(lambda match: f"^{{{_ascii(match[1])}}}", text))
+    text = _LOWERED.sub(lambda match: f"_{{{_plain(match[1])}}}", text)
+    text = _DASH.sub(r"\1-", _RAISED.sub(lambda match: f"^{{{_plain(match[1])}}}", text))
     return text.translate(str.maketrans(_SIGNS))
-
-
-def _ascii(text: str) -> str:
-    """Returns the ASCII characters for raised or lowered ones."""
-    return "".join((_SUPERSCRIPTS | _SUBSCRIPTS)[character] for character in text)
