@@ -127,7 +127,7 @@ def restored(workdir: pathlib.Path, iteration: int | None = None) -> tuple[Learn
     config = saved_config(workdir)
     components = components_lib.build(config, components_lib.model_folder(config.model.path))
     learner, checkpoints = Learner(components.architecture, config, components.mesh), Checkpoints(workdir, keep=2)
-    state, record, _ = checkpoints.restore(iteration or checkpoints.latest(), abstract_state(config, learner))
+    state, record, _ = checkpoints.restore(iteration or checkpoints.latest(), abstract_state(learner))
     checkpoints.close()
     return jax.tree.map(np.asarray, state), {key: value for key, value in record.items() if key != "run_id"}
 

@@ -122,7 +122,7 @@ def abstract_run(config: Config, architecture: Architecture, options: EngineOpti
         config=config,
         engine=Engine(architecture, options, mesh=mesh),
         learner=learner,
-        state=abstract_state(config, learner),
+        state=abstract_state(learner),
         batch=abstract_batch(config, strategies.build(config.collection, regularized=config.regularized), learner),
         base=abstract_base(config, learner),
     )

@@ -72,7 +72,7 @@ def read_inputs(
     resume.check_command(workdir, supervised=False)
     components = read_components(config, workdir, strategy)
     learner = Learner(components.architecture, config, components.mesh)
-    policy = learner.policy(abstract_state(config, learner).params, abstract_base(config, learner))
+    policy = learner.policy(abstract_state(learner).params, abstract_base(config, learner))
     copy_bytes = mesh_lib.shard_bytes(components.engine.abstract_copy(policy))
     host_memory.check(components.engine, sum(summary.weight_bytes(config, components)) + copy_bytes)
     read: list[str] = []
@@ -240,7 +240,7 @@ def open_checkpoints(inputs: Inputs, workdir: pathlib.Path, stack: contextlib.Ex
 
     chosen, largest = inputs.config.checkpoint, 0
     if inputs.learns_on_cpu and processes.total() == 1:
-        arrays = jax.tree.leaves(abstract_state(inputs.config, inputs.learner))
+        arrays = jax.tree.leaves(abstract_state(inputs.learner))
         largest = max(array.size * array.dtype.itemsize for array in arrays)
     checkpoints = Checkpoints(
         workdir, keep=chosen.keep, keep_best=chosen.keep_best, keep_every=chosen.keep_every, run_id=run_id(workdir),
@@ -256,7 +256,7 @@ def newest_state(
     """Returns the state in the newest checkpoint, None without one; ValueError if it belongs to another run."""
     config, components, engine = inputs.config, inputs.components, inputs.components.engine
     restored = checkpoints.restore_newest(
-        abstract_state(config, inputs.learner),
+        abstract_state(inputs.learner),
         accept=functools.partial(
             resume.check, workdir, components.folder, identity,
             accept_reward=config.checkpoint.accept_changed_reward,

@@ -70,7 +70,7 @@ def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Param
     )  # fmt: skip
 
 
-def abstract_state(config: Config, learner: Learner) -> LearnerState:
+def abstract_state(learner: Learner) -> LearnerState:
     """Returns shapes, dtypes and shardings of the learner's state, to restore a checkpoint into."""
     make = functools.partial(init, learner.architecture)
     if learner.lora is not None:

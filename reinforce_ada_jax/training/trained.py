@@ -89,7 +89,7 @@ def _target(config: Config, components: Components, checkpoints: "Checkpoints", 
     learner = Learner(components.architecture, config, components.mesh)
     if learner.lora is not None:
         adapter_files.check_base(components.folder, checkpoints.record(iteration)["base"])
-    return abstract_state(config, learner).params
+    return abstract_state(learner).params
 
 
 def read_policy(workdir: pathlib.Path, config: Config, components: Components, iteration: int) -> Params:

@@ -66,7 +66,7 @@ def state(learner):
         drawn = jax.random.normal(own, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.full(x.shape, 7)
         return jax.device_put(drawn.astype(x.dtype), x.sharding)
 
-    return jax.tree.map(make, abstract_state(learner[1], learner[0]))
+    return jax.tree.map(make, abstract_state(learner[0]))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def copied(saved, tmp_path):
 
 def newest(workdir, learner, said, accept=lambda record: None):
     with contextlib.closing(Checkpoints(workdir, keep=3)) as checkpoints:
-        found = checkpoints.restore_newest(abstract_state(learner[1], learner[0]), accept, said.append)
+        found = checkpoints.restore_newest(abstract_state(learner[0]), accept, said.append)
         return found and found[:2]
 
 
@@ -167,7 +167,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, stat
 @pytest.mark.parametrize("free", range(0, 12, 2))
 def test_a_machine_without_free_files_is_not_damage(copied, learner, free):
     """With `free` more open files than now: it is restored, or stays where it is."""
-    checkpoints, target, said = Checkpoints(copied, keep=3), abstract_state(learner[1], learner[0]), []
+    checkpoints, target, said = Checkpoints(copied, keep=3), abstract_state(learner[0]), []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     now = len(os.listdir("/proc/self/fd"))
     try:
@@ -226,7 +226,7 @@ def test_a_record_that_one_process_alone_cannot_read_is_damaged_for_all(copied, 
 def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner, state, opened, harm):
     sampler = {"weights": jnp.arange(4096.0), "int8": quantize(jnp.arange(12.0).reshape(3, 4), (0,))}
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), sampler)
-    shapes = abstract_state(learner[1], learner[0])
+    shapes = abstract_state(learner[0])
     checkpoints, said = opened(tmp_path, keep=3), []
     checkpoints.save(1, state, {}, sampler=sampler)
     checkpoints.save(2, state, {}, sampler=jax.tree.map(lambda x: -x, sampler))
@@ -273,7 +273,7 @@ def test_a_foreign_one_is_named_and_left_alone(ours, learner, state, source, num
     shutil.copytree(ours.parent / source, foreign)
     before = {file: file.read_bytes() for file in foreign.rglob("*") if file.is_file()}
     checkpoints, said = Checkpoints(ours, keep=1, run_id=OURS, writes=True), []
-    _, record, _ = checkpoints.restore_newest(abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    _, record, _ = checkpoints.restore_newest(abstract_state(learner[0]), lambda record: None, said.append)
     assert record["iteration"] == 2
     assert len(said) == 1 and f"checkpoint {number} in" in said[0] and why in said[0]
     # Saves go on below its number (Orbax alone would skip them); it takes no place of those kept.
@@ -459,7 +459,7 @@ def test_the_last_iteration_is_finished_once_it_is_evaluated(tmp_path, opened, s
     save_all(opened(tmp_path, **BEST), state, {2: 0.6})
     after = opened(tmp_path, **BEST)
     assert after.iterations() == [2], "as in a run that was not interrupted"
-    restored, record, _ = after.restore(2, abstract_state(learner[1], learner[0]))
+    restored, record, _ = after.restore(2, abstract_state(learner[0]))
     assert record["pending"] is None and record["evaluation"] == 0.6
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
@@ -489,7 +489,7 @@ def test_a_kill_in_an_amendment_leaves_a_whole_checkpoint(tmp_path, opened, stat
         with pytest.raises(NotSavedError, match="no checkpoint could be written to .*: no space left"):
             checkpoints.save(1, state, {"iteration": 1, "pending": None}, 0.9)
     resumed, said = opened(tmp_path, **BEST), []
-    _, record, _ = resumed.restore_newest(abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    _, record, _ = resumed.restore_newest(abstract_state(learner[0]), lambda record: None, said.append)
     assert record["pending"] == {} and record["evaluation"] is None and not said
     save_all(resumed, state, {1: 0.9})
     assert resumed.record(1)["evaluation"] == 0.9
