@@ -4,7 +4,6 @@ import collections
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Shaped
 
 from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.types import FAILURES, Pool, counted_rewards
@@ -52,21 +51,6 @@ def sampling_dynamics(
     }
 
 
-def _mean_of_firsts(values: Sequence[Shaped[np.ndarray, " _"]], counts: Sequence[int]) -> float:
-    """Computes the mean over prompts of the mean of each one's first values."""
-    return float(np.mean([each[:count].mean() for each, count in zip(values, counts, strict=True)]))
-
-
-def _sampled_entropy(pools: Sequence[Pool], counts: Sequence[int]) -> float:
-    """Computes the mean negative log-probability of the tokens of each prompt's first draws, in nats per token."""
-    firsts = [
-        response.logprobs[response.sampled]
-        for pool, count in zip(pools, counts, strict=True)
-        for response in pool.responses[:count]
-    ]
-    return -float(np.concatenate(firsts).mean(dtype=np.float64))
-
-
 def discarded_metrics(pools: Sequence[Pool]) -> dict[str, int]:
     """Counts speculative draws that no round needed, and their tokens; `collection/slot_utilisation` includes them."""
     return {
@@ -105,23 +89,20 @@ def collection_metrics(
     selects them; those of `update/entropy` are selected by outcomes.
     """
     pools = [group.pool for group in groups]
-    first = pools[:num_prompts]
-    first_draws = [min(group_size, pool.round_sizes[0]) for pool in first]
+    firsts = [(pool, min(group_size, pool.round_sizes[0])) for pool in pools[:num_prompts]]
+    logprobs = [draw.logprobs[draw.sampled] for pool, count in firsts for draw in pool.responses[:count]]
     responses = [response for pool in pools for response in pool.responses]
     penalties = [verdict.penalty for pool in pools for verdict in pool.verdicts if verdict.correct]
     reasons = collections.Counter(verdict.reason for pool in pools for verdict in pool.verdicts if verdict.reason)
     return {
-        "reward/first_round": _mean_of_firsts(
-            [counted_rewards(pool.verdicts[:count]) for pool, count in zip(first, first_draws, strict=True)],
-            first_draws,
-        ),
-        "reward/first_round_correct": _mean_of_firsts([pool.correct for pool in first], first_draws),
+        "reward/first_round": float(np.mean([counted_rewards(pool.verdicts[:count]).mean() for pool, count in firsts])),
+        "reward/first_round_correct": float(np.mean([pool.correct[:count].mean() for pool, count in firsts])),
         "reward/pool": float(np.concatenate([pool.rewards for pool in pools]).mean()),
-        "collection/entropy": _sampled_entropy(first, first_draws),
+        "collection/entropy": -float(np.concatenate(logprobs).mean(dtype=np.float64)),  # nats a token
         "collection/responses": len(responses),
         "collection/tokens": sum(response.num_sampled for response in responses),
         "collection/kept": sum(len(group.kept) for group in groups),
-        "collection/replacements": len(pools) - len(first),
+        "collection/replacements": len(pools) - len(firsts),
         "collection/rounds_mean": float(np.mean([pool.rounds for pool in pools])),
         "collection/zero_signal_share": float(np.mean([not group.advantages.any() for group in groups])),
         "collection/dropped_share": float(np.mean([not group.kept.size for group in groups])),
