@@ -12,7 +12,7 @@ import numpy as np
 from reinforce_ada_jax import user_code
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.collection.collect import CollectOptions, collect
+from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.strategies import Strategy, StrategyConfig
 from reinforce_ada_jax.config import RewardConfig
 from reinforce_ada_jax.types import Pool, Prompt, RequestQueue, Response, Verdict
@@ -91,5 +91,4 @@ def _play(strategy: Strategy, rewards: np.ndarray, prompts: Sequence[Prompt]) ->
         scripted = [float(rewards[rows[prompt.id], response.draw % width]) for prompt, response in pairs]
         return [Verdict(correct=reward > threshold, reward=reward) for reward in scripted]
 
-    options = CollectOptions(estimate_fn=lambda prompts: np.full(len(prompts), 0.5))
-    return collect(prompts, sample, verify, strategy, options)
+    return collect(prompts, sample, verify, strategy)
