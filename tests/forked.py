@@ -136,7 +136,7 @@ def parents() -> set[int]:
 def children() -> list[str]:
     """Returns the process ids of this process's other children, zombies included.
 
-    Found by their parent's id: a list of the children of each thread lacks those whose thread has just ended.
+    They are found by their parent's id: the lists of each thread's children lack those whose thread has just ended.
     """
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):

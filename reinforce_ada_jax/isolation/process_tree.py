@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # Rounds of `kill_descendants`. A process that forks while it is found needs another round. If this number is not
 # enough, forks are faster than kills, and then only the kill of the process group remains.
 _MAX_ROUNDS = 100
-_MAX_READINGS = 10
+_MAX_REREADINGS = 10  # of `descendants`: processes that come and go all the time never read alike twice
 SUPPORTED = sys.platform == "linux"
 # Signals by which something outside of the pool ends a worker: the system's out-of-memory killer, or a person.
 ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
@@ -36,7 +36,7 @@ def descendants(pid: int) -> list[int]:
     read again until nothing changes.
     """
     found = _read_descendants(pid)
-    for _ in range(_MAX_READINGS):
+    for _ in range(_MAX_REREADINGS):
         before, found = found, _read_descendants(pid)
         if set(found) == set(before):
             break
