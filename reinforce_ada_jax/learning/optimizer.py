@@ -61,13 +61,27 @@ def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.Gr
     return optax.GradientTransformation(optimizer.init, update)
 
 
+def clip(clip_norm: Any) -> optax.GradientTransformation:
+    """Returns a bound of the gradient's global norm.
+
+    Optax's own divides by the norm, and XLA stores what was divided: a second gradient. A product with a factor is not
+    stored.
+    """
+
+    def bounded(gradients: optax.Updates, _: optax.Params | None = None) -> optax.Updates:
+        factor = jax.numpy.minimum(1.0, clip_norm / optax.tree.norm(gradients))
+        return jax.tree.map(lambda x: x * factor, gradients)
+
+    return optax.stateless(bounded)
+
+
 def adamw(settings: LearningConfig | AdamParams, learning_rate: Any, clip_norm: Any) -> optax.GradientTransformation:
     """Returns AdamW on gradients with a bounded global norm; `settings` give betas, epsilon and weight decay.
 
     Numbers may be arrays of a program: the state has the same structure for all of them.
     """
     return with_standard_promotion(optax.chain(
-        optax.clip_by_global_norm(clip_norm),
+        clip(clip_norm),
         optax.adamw(
             learning_rate, b1=settings.b1, b2=settings.b2, eps=settings.epsilon, weight_decay=settings.weight_decay,
         ),

@@ -7,6 +7,7 @@ On a mesh over several slices each slice has sums of its own, with an axis for t
 them up: the gradient passes the network between slices once an update.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -240,21 +241,29 @@ class UpdatePrograms:
     ) -> Sums:
         """Adds the micro-batches within the bounds; each slice adds its part of their rows to its own sums."""
         (params, layers), (counts, policy_version, bounds) = weights, of_update
-        gradient, read = jax.grad(self._loss_fn, has_aux=True), params if layers is None else params | layers
+        read = params if layers is None else params | layers
         has_slices = mesh_lib.num_slices(self._mesh) > 1
-
-        def accumulate(index: Int[Array, ""], sums: Sums) -> Sums:
-            of_rows = jax.lax.dynamic_index_in_dim(metric_weights, index, keepdims=False)
-            micro = micro_batch(batch, index)
-            gradients, (means, gap) = gradient(read, base, micro, of_rows, counts, policy_version)
-            if layers is not None:
-                gradients = layer_gather.scattered(gradients, params, self._param_shardings)
-            gradients, means = jax.tree.map(jnp.add, tuple(sums[:2]), (gradients, means))
-            return Sums(gradients, means, gap if gap is None else gap_lib.combined(sums.gap, gap))
-
         if has_slices:
             sums = jax.tree.map(lambda x: x[0], sums)
-        sums = jax.lax.fori_loop(*bounds, accumulate, sums)
+        summed = jax.tree.map(jax.new_ref, sums.gradients)
+
+        def accumulate(index: Int[Array, ""], metrics: tuple[Any, Any]) -> tuple[Any, Any]:
+            of_rows = jax.lax.dynamic_index_in_dim(metric_weights, index, keepdims=False)
+            micro = micro_batch(batch, index)
+            loss, slope, (means, gap) = jax.vjp(
+                lambda read: self._loss_fn(read, base, micro, of_rows, counts, policy_version), read, has_aux=True
+            )
+            if layers is None:
+                slope.with_refs(summed)(jnp.ones_like(loss))  # each layer adds its gradient to the sums in place
+            else:
+                (gradients,) = slope(jnp.ones_like(loss))
+                gradients = layer_gather.scattered(gradients, params, self._param_shardings)
+                jax.tree.map(lambda total, x: jax.ref.addupdate(total, ..., x), summed, gradients)
+            means = jax.tree.map(jnp.add, metrics[0], means)
+            return means, gap if gap is None else gap_lib.combined(metrics[1], gap)
+
+        means, gap = jax.lax.fori_loop(*bounds, accumulate, (sums.means, sums.gap))
+        sums = Sums(jax.tree.map(jax.ref.freeze, summed), means, gap)
         return jax.tree.map(lambda x: x[None], sums) if has_slices else sums
 
     def _finished(self, state: LearnerState, batch: Batch, sums: Sums) -> tuple[LearnerState, UpdateMetrics]:
@@ -273,8 +282,9 @@ class UpdatePrograms:
             allowed = finite = finite & (gap.num_not_finite == 0)
             if (limits := self._gap_limits) is not None:
                 allowed = finite & limits.hold(gap.total / jnp.maximum(gap.num_tokens, 1), gap.largest)
-        new = take_step(self._optimizer, state, gradients)
-        new = jax.tree.map(lambda after, before: jnp.where(allowed, after, before), new, state)
+        # A branch works in place; a choice between old and new arrays would hold both.
+        step = functools.partial(take_step, self._optimizer)
+        new = jax.lax.cond(allowed, step, lambda state, _: state, state, gradients)
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
         # This reads the chosen weights: if the choice waited for it, the device would hold two copies of the state.
         weights_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(new.params)]).all()

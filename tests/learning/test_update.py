@@ -4,6 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.distributed.mesh import shard_bytes
+from reinforce_ada_jax.policy import transformer
+from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests.learning.test_learner import (
     ADAPTERS,
@@ -129,3 +132,16 @@ def test_a_chain_leaves_the_state_where_a_gradient_is_not_finite():
     state, metrics = updated(of, rows)
     assert not metrics.finite
     assert_trees_equal(state, fresh_state(of))
+
+
+def test_a_chain_holds_one_gradient_and_one_state():
+    """Beside its arguments a program holds no second gradient, and no copy of moments or weights."""
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=4)
+    architecture = from_hf(dict(model_type="qwen2", **sizes))
+    of = learner(8, in_program=3, architecture=architecture)
+    state = of.init(transformer.init(architecture, jax.random.key(0), of.mesh))
+    programs = of.update.programs(state, of.put(batch()), None)
+    temporaries = {
+        name: programs[name]().compile().memory_analysis().temp_size_in_bytes for name in ("update", "finish update")
+    }
+    assert max(temporaries.values()) < shard_bytes(state.params) / 2, temporaries
