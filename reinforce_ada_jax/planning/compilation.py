@@ -109,7 +109,7 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
 
 
 def resident_result(run: AbstractRun, chip: Chip) -> ProgramResult:
-    """Returns a result for the memory that a run never frees: if it doesn't fit, no program fits."""
+    """Returns a result for the memory of a collection: if it doesn't fit, nothing can be drawn."""
     size = run.resident_bytes
     over = max(0, size - chip.hbm_bytes)
     return ProgramResult("learner state and cache", size, 0, chip.hbm_bytes, 0.0, 0.0, fits=not over, over_bytes=over)

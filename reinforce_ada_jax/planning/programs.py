@@ -47,9 +47,9 @@ class Program:
 class AbstractRun:
     """A run without arrays, and the memory that it keeps on each device.
 
-    Learner state and cache exist as long as the run; so do the weights under adapters and, with a KL term, those of the
-    reference. The copy of the weights for decoding exists during a collection. All minibatches of an iteration are on
-    the devices before the first update.
+    The learner's state exists as long as the run; so do the weights under adapters and, with a KL term, those of the
+    reference. The cache exists until the end of a collection, and the copy of the weights for decoding during it. All
+    minibatches of an iteration are on the devices before the first update.
 
     `base` are the frozen weights under the adapters; None where all weights are trained.
     """
@@ -96,7 +96,7 @@ class AbstractRun:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory in use from the first iteration to the last."""
+        """Memory in use in all of a collection."""
         return self.learner_bytes + self.cache_bytes + self.reference_bytes
 
     def batch_layout(self) -> BatchLayout:
@@ -150,7 +150,7 @@ def learner_programs(run: AbstractRun) -> list[Program]:
     """
     layout, config = run.batch_layout(), run.config
     copied = mesh_lib.shard_bytes(run.decode_copy)
-    always = run.cache_bytes + run.reference_bytes
+    always, cache = run.reference_bytes, run.cache_bytes
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
     other_batches = (updates - 1) * mesh_lib.shard_bytes(run.batch)
     programs = []
@@ -158,10 +158,10 @@ def learner_programs(run: AbstractRun) -> list[Program]:
         is_whole = jax.tree.structure(run.decode_copy) == jax.tree.structure(run.engine.abstract_weights())
         read, unread = (run.policy, None) if is_whole else (run.state.params, run.base)
         cost = ProgramCost(0, mesh_lib.shard_bytes(read) + copied)
-        beside = run.moment_bytes + always + mesh_lib.shard_bytes(unread)
+        beside = run.moment_bytes + always + cache + mesh_lib.shard_bytes(unread)
         programs.append(Program("reshard", lambda: run.engine.lower_cast(run.policy), cost, "call", beside))
     if strategies.build(config.collection).estimates and config.estimator.kind == "value":
-        programs.append(_features_program(run, layout, run.moment_bytes + always + copied))
+        programs.append(_features_program(run, layout, run.moment_bytes + always + cache + copied))
     if not scores_in_update(config) or config.learning.kl_coefficient:
         programs += _score_programs(run, layout, run.moment_bytes + always + other_batches)
     return programs + _update_programs(run, layout, always + other_batches)

@@ -93,7 +93,7 @@ class Rollouts:
 
     def __init__(self, engine: DecodeEngine):
         self.engine = engine
-        self.state = engine.init_decode_state()  # None while a session has it
+        self.state = engine.init_decode_state()  # None while a session has it, and after `release`
         self.counts = RolloutCounts()
         self.reshard = Reshard()  # for the newest sampler
 
@@ -135,6 +135,10 @@ class Rollouts:
             return session.run_in_step() if self.engine.spans_processes else session.run()
 
         return sample_fn
+
+    def release(self) -> None:
+        """Frees the pages until the next session, which begins with empty ones in any case."""
+        self.state = None
 
     def decode_weights(self, params: Any) -> Any:
         """Returns the weights to decode with, ready on the devices; `reshard` has the cost of making them so."""
@@ -291,7 +295,7 @@ class _Session:
         if self.engine.options.check_invariants:
             for state in self.engine.fetch(self.state):
                 invariants.check_idle(self.engine.options, state)
-        self.rollouts.state = self.state
+        self.rollouts.state, self.state = self.state, None
 
     def _awaits_verdicts(self) -> bool:
         """Returns True while verdicts may bring requests, after a short wait."""

@@ -188,6 +188,7 @@ def draw_fn(
         except Interrupted:
             job.broken_off.counts.update(counts())
             raise
+        rollouts.release()  # the updates need the memory
         return pools, collections.Counter(counts())
 
     return draw_job

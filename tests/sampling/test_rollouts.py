@@ -259,6 +259,16 @@ def test_nothing_compiles_after_the_first_session(changes):
     assert compiled.since_last() == 1  # the counter counts
 
 
+def test_pages_released_between_sessions_change_nothing():
+    rollouts, compiled = tiny.rollouts(), CompileCounter()
+    tiny.drawn()
+    compiled.since_last()
+    rollouts.release()
+    assert rollouts.state is None
+    tiny.assert_same(tiny.draw(rollouts), tiny.drawn())
+    assert compiled.since_last() == 0
+
+
 def test_a_barrier_costs_time_and_nothing_else():
     config = types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=5, max_rounds=4)
     strategy, rollouts, decode_steps, pools = strategies.build(config), tiny.rollouts(), {}, {}

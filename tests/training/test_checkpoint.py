@@ -26,6 +26,7 @@ from reinforce_ada_jax.config import resume
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.update import UpdatePrograms
 from reinforce_ada_jax.policy.quantization import quantize
+from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import checkpoint, fingerprints
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume as run_identity
@@ -577,6 +578,23 @@ def test_an_update_on_a_cpu_begins_when_the_save_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(UpdatePrograms, "__call__", updated)
     outcome = train(tiny(**{"iterations": 3, "checkpoint.every": 1, "evaluation.every": 0}), tmp_path)
     assert outcome.ending is Ending.FINISHED and events == ["update", "saved"] * 3
+
+
+def test_no_page_is_held_during_an_update(tmp_path, monkeypatch):
+    made, held, init, update = [], [], Rollouts.__init__, UpdatePrograms.__call__
+
+    def initialized(rollouts, engine):
+        made.append(rollouts)
+        init(rollouts, engine)
+
+    def updated(*arguments, **named):
+        held.append([rollouts.state for rollouts in made])
+        return update(*arguments, **named)
+
+    monkeypatch.setattr(Rollouts, "__init__", initialized)
+    monkeypatch.setattr(UpdatePrograms, "__call__", updated)
+    outcome = train(tiny(**{"iterations": 2, "evaluation.every": 0}), tmp_path)
+    assert outcome.ending is Ending.FINISHED and held == [[None]] * 2
 
 
 def test_fingerprints_do_not_depend_on_groups(monkeypatch):
