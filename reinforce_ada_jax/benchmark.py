@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
+from ml_collections.config_flags import config_flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config.paths import check_output
@@ -68,6 +69,13 @@ def seconds_until(sign: str, command: Sequence[str], environment: Mapping[str, s
         text = f"{' '.join(command[1:])!r} ended with exit code {process.returncode}"
         raise RuntimeError(f"{text}{'' if seconds else f' before {sign!r}'}: {''.join(said[-5:])}")
     return seconds
+
+
+def settings_of(values: flags.FlagValues) -> list[str]:
+    """Returns --config and the settings that were changed, as flags of `train`, however the user has written them."""
+    config = values["config"]
+    changed = config_flags.get_override_values(config)
+    return [f"--config={config_flags.get_config_filename(config)}", *(f"--config.{k}={v}" for k, v in changed.items())]
 
 
 def measure(settings: Sequence[str], iterations: int) -> dict[str, Any]:
@@ -118,10 +126,9 @@ if __name__ == "__main__":
     CONFIG = cli.define_config()
     ITERATIONS = flags.DEFINE_integer("iterations", 3, "Iterations of each of the two runs, at least 2.", lower_bound=2)
     JSON = flags.DEFINE_string("json", None, "File for the figures.")
-    GIVEN = tuple(argument for argument in sys.argv[1:] if argument.lstrip("-").startswith("config"))
 
     def run() -> None:
         cli.resolved(CONFIG)  # reports a mistake before anything starts
-        main(GIVEN, ITERATIONS.value, JSON.value)
+        main(settings_of(flags.FLAGS), ITERATIONS.value, JSON.value)
 
     cli.run(run)

@@ -2,8 +2,10 @@
 
 import json
 import pathlib
+import sys
 
 import pytest
+from absl import flags
 
 from reinforce_ada_jax import benchmark, cli
 from tests import forked, standins
@@ -40,6 +42,19 @@ def test_first_iterations_are_left_out(monkeypatch):
     assert found["tokens_per_s"] == 22.5  # the median of 50, 25, 20 and 10
     assert (found["collect_s"], found["update_s"]) == (4.5, 1.5)
     assert "device_peak_bytes" not in found and caches[0] == caches[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how ml_collections loads a file
+def test_settings_reach_the_runs_in_every_form_of_a_flag(monkeypatch):
+    # The words that begin with "config" alone would lose the first two values, and the third setting.
+    given = ["--config", "tiny", "--config.sampling.slots", "32", "--noconfig.collection.barrier", "--iterations=2"]
+    values = flags.FlagValues()
+    cli.config_flag(values, "")
+    flags.DEFINE_integer("iterations", 3, "", flag_values=values)
+    monkeypatch.setattr(sys, "argv", ["benchmark", *given])
+    values(sys.argv)
+    expected = ["--config=tiny", "--config.collection.barrier=False", "--config.sampling.slots=32"]
+    assert sorted(benchmark.settings_of(values)) == sorted(expected)
 
 
 def test_a_run_that_fails_is_said(monkeypatch, capsys):
