@@ -10,6 +10,7 @@ import numpy as np
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.learning.learner import scores_in_update
 from reinforce_ada_jax.planning.compilation import ProgramResult
 from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, prefill_chunk, roofline
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -88,11 +89,12 @@ def phases(run: Deployment, results: Sequence[ProgramResult], means: Statistics)
     chunks = prompts * means.prompt_tokens / (options.prefill_tokens * replicas)
     chunk = prefill_chunk(run.architecture, options, mesh.tensor, means.prompt_tokens)
     updates = prompts // config.learning.prompts_per_update * means.filled * packed_share(config, means)
+    scored = (not scores_in_update(config)) + bool(config.learning.kl_coefficient)  # policy and reference
     return {
         "reshard": seconds.get("reshard", 0.0),
         "prefill": chunks * roofline(chunk, run.chip)[0],
         "decode": steps * roofline(step, run.chip)[0],
-        "score": updates * sum(seconds.get(name, 0.0) for name in SCORE),
+        "score": updates * scored * sum(seconds.get(name, 0.0) for name in SCORE),
         "update": updates * sum(seconds.get(name, 0.0) for name in UPDATE),
     }
 

@@ -201,6 +201,14 @@ def test_phases():
     assert (seconds["reshard"], seconds["score"], seconds["update"]) == (0.0, 1.0, 4.0)  # two updates
 
 
+def test_policy_and_reference_are_scored():
+    """Seconds of scoring: of the policy with several updates an iteration, of the reference with a KL term."""
+    for prompts, coefficient, seconds in ((64, 0.0, 1.0), (64, 0.1, 2.0), (32, 0.1, 0.5)):  # an update has 32 prompts
+        config = tiny(**{"collection.prompts_per_iteration": prompts, "learning.kl_coefficient": coefficient})
+        run = Deployment(config, TIED, OPTIONS, CHIPS["v5e"])
+        assert plan.phases(run, RESULTS, Statistics(4, 2, 3.0))["score"] == seconds
+
+
 def test_packed_responses_take_a_part_of_the_time():
     # 4 + 2 of 16 positions: at best 6 / 16 of the rows, and with two to a row a half of them.
     chip = Chip(hbm_bytes=1, bandwidth=10.0, flops=1e9)
