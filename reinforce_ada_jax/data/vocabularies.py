@@ -29,6 +29,8 @@ LLAMA3_SPECIAL_TOKENS = (
     "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", *(f"<|reserved_special_token_{n}|>" for n in range(3, 248)),
 )  # fmt: skip
 
+_NO_BEGINNING = "its texts begin with bos_token, which is no token of its vocabulary; copy all files of the same model"
+
 # Appended to a serialised model, `normalizer_spec { add_dummy_prefix: false }`: later fields win in protobuf.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
@@ -229,7 +231,8 @@ def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Toke
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     _add(tokenizer, *_added_tokens(folder, config), folder)
     if config.get("add_bos_token"):
-        begin_with(tokenizer, token_text(config["bos_token"]))
+        with native_errors(f"{folder}: {_NO_BEGINNING}"):
+            begin_with(tokenizer, token_text(config["bos_token"]))
     return tokenizer
 
 
@@ -295,7 +298,8 @@ def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokeni
         ids = list(range(len(ranks), len(ranks) + len(added)))
     _add(tokenizer, added, ids, folder)
     if config.get("add_bos_token", True):
-        begin_with(tokenizer, token_text(config.get("bos_token", LLAMA3_SPECIAL_TOKENS[0])))
+        with native_errors(f"{folder}: {_NO_BEGINNING}"):
+            begin_with(tokenizer, token_text(config.get("bos_token", LLAMA3_SPECIAL_TOKENS[0])))
     return tokenizer
 
 

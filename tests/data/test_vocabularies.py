@@ -258,3 +258,14 @@ def test_byte_pairs_that_cannot_be_read(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(ValueError, match=r"vocab.json and merges.txt are not byte pairs"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_beginning_of_texts_that_is_no_token(tmp_path, ranks):
+    """A bos_token that is missing, or that the vocabulary lacks, is named."""
+    config = {"tokenizer_class": "GPT2Tokenizer", "added_tokens_decoder": ADDED, "add_bos_token": True}
+    for changes in ({}, {"bos_token": "<s>"}):
+        with pytest.raises(ValueError, match="its texts begin with bos_token, which is no token of its vocabulary"):
+            Tokenizer.load(write_byte_pairs(tmp_path, config | changes))
+    (tmp_path / "vocab.json").unlink()
+    with pytest.raises(ValueError, match="its texts begin with bos_token, which is no token of its vocabulary"):
+        Tokenizer.load(write(tmp_path, ranks_file(ranks), {"bos_token": "<s>"}))
