@@ -108,32 +108,32 @@ DEFAULT_VARIANTS = ("rounds", "barrier", "overlap")  # possible with any configu
 
 _MODEL = ("model", "shape", "dtype", "seed")
 _ENGINE = (
-    "attention", "kv_dtype", "open_prompts", "page_size", "pages", "prefill_tokens", "replicas", "slots",
-    "weight_dtype", "window",
+    "attention", "kv_dtype", "open_prompts", "page_size", "pages", "prefill_tokens", "slots", "weight_dtype",
 )  # fmt: skip
-_SIMULATION = ("bandwidth", "cost", "hosts", "max_response_tokens", "simulate")
+_SIMULATION = ("bandwidth", "cost", "max_response_tokens", "simulate")
 _LENGTHS = ("lengths", "response_tokens")
 # Flags that the help of each measurement has, beside --json.
 USED = {
     "accelerator": (*_MODEL, "copy_mb", "micro_batches", "page_size", "prompt_tokens", "repeat", "requests",
                     "response_tokens", "rows", "slots"),
-    "adaptive": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "barrier", "max_rounds", "prompts", "repeat",
-                 "samples_per_round", "scale", "speculative", "strategy", "threads"),
-    "iteration": ("config", "model", "shape", *_LENGTHS, "against", "against_python", "micro_batches", "repeat", "seed",
+    "adaptive": (*_MODEL, *_ENGINE, *_SIMULATION, "barrier", "hosts", "lengths", "max_rounds", "prompts", "repeat",
+                 "replicas", "samples_per_round", "scale", "speculative", "strategy", "threads", "window"),
+    "iteration": ("config", "model", "shape", "lengths", "against", "against_python", "micro_batches", "repeat",
                   "variants"),
     "learning": ("algorithms", "jobs", "learning_rates", "output", "own", "seeds", "task", "updates"),
     "long_responses": (*_MODEL, "attention", "page_size", "prefill_tokens", "response_tokens", "slots", "window"),
     "loss": ("columns", "dtype", "repeat", "row_tokens", "rows", "words"),
     "preemption": ("config", "repeat"),
     "rollout": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "against", "against_python", "copy_mb", "drafts",
-                "prompt_tokens", "repeat", "requests", "samples", "temperature", "threads", "workload"),
+                "prompt_tokens", "repeat", "replicas", "requests", "samples", "temperature", "threads", "window",
+                "workload"),
     "serve": (*_MODEL, *_ENGINE, *_LENGTHS, "prompt_tokens", "repeat", "requests", "samples"),
-    "split": ("config", *_MODEL, *_ENGINE, *_LENGTHS, "repeat"),
+    "split": ("config", *_LENGTHS, "repeat", "replicas", "shape", "threads"),
     "start": ("repeat",),
     "turns": (*_MODEL, *_ENGINE, "environment_tokens", "prompt_tokens", "repeat", "requests", "response_tokens",
-              "turns"),
-    "update": (*_MODEL, "against", "against_plain", "against_python", "layers", "micro_batches", "pack",
-               "prompt_tokens", "repeat", "replicas", "response_tokens", "rows", "threads", "zero_rows"),
+              "turns", "window"),
+    "update": (*_MODEL, *_LENGTHS, "against", "against_plain", "against_python", "layers", "micro_batches", "pack",
+               "prompt_tokens", "repeat", "replicas", "rows", "threads", "zero_rows"),
 }  # fmt: skip
 
 
