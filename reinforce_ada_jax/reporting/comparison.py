@@ -53,7 +53,8 @@ def _sentence(first: History, second: History, benchmark: str) -> str:
     text = f"After {last:.0f} updates {second.name} reaches {ends[1]:.3f} and {first.name} {ends[0]:.3f}"
     if not np.isfinite(spent).all():
         return f"{text}."
-    text += f", and {second.name} generated {spent[1] / spent[0]:.1f} times the tokens for it"
+    ratio = spent[1] / spent[0]
+    text += f", and {second.name} generated {ratio:{'.1f' if ratio >= 1 else '.2g'}} times the tokens for it"
     budget = min(spent)
     if any(budget < accuracy.tokens[0] for accuracy in accuracies):
         return f"{text}."

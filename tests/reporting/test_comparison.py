@@ -42,6 +42,14 @@ def test_sentence_on_two_runs(runs):
     )
 
 
+def test_sentence_on_a_run_that_generates_little(tmp_path):
+    """A ratio of tokens below 1 has two digits that count: 0.031 is not 0.0."""
+    many = make_run(tmp_path / "many", tokens=[6400], averages={1: 0.5})
+    few = make_run(tmp_path / "few", tokens=[200], averages={1: 0.4})
+    sentence = compare([load(many), load(few)], "heldout").sentence
+    assert "few generated 0.031 times the tokens for it" in sentence
+
+
 def test_sentence_on_the_last_of_three_runs(runs):
     histories = list(map(load, runs))
     three = compare([histories[0], histories[0], histories[1]], "heldout")
