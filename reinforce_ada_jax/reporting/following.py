@@ -70,7 +70,7 @@ class FollowedRun:
         replaced = self._inode != -1 and (status.st_ino != self._inode or status.st_size < self._end)
         if replaced:
             self._generation, self._end, self._lines, self.history = self._generation + 1, 0, [], None
-        self._inode, self._written, before = status.st_ino, status.st_mtime, len(self._lines)
+        self._inode, self._written = status.st_ino, status.st_mtime
         stream.seek(self._end)
         text = stream.read()
         finished = text.rfind(b"\n") + 1  # a line that is being written is left for the next time
@@ -79,10 +79,11 @@ class FollowedRun:
             if found is not None:
                 self._lines.append(found)
         self._end += finished
-        if self._lines and len(self._lines) > before:
+        shown = 0 if self.history is None else len(self.history.updates)
+        if len(self._lines) > shown:  # also lines of a reading before, whose other files could not be read
             self.history = dataclasses.replace(of_lines(self.workdir, self._lines), name=self.name)
             self._problem = ""
-        return replaced or len(self._lines) > before
+        return replaced or len(self._lines) > shown
 
     def show(self, history: History) -> None:
         """Takes the history as the page shows it: a benchmark may have another name there."""

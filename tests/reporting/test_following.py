@@ -129,6 +129,16 @@ def test_a_folder_of_another_program_is_said(workdir):
     assert news["rows"] == [] and "config.json holds a list, not an object" in news["problem"]
 
 
+def test_a_file_that_can_be_read_again_is_shown_without_a_new_iteration(workdir):
+    page, file = Reader(FollowedRuns([workdir], 0)), workdir / "config.json"
+    text = file.read_text()
+    file.write_text("[]")
+    assert page.ask()["runs"][0]["rows"] == []
+    file.write_text(text)
+    news = page.ask()["runs"][0]
+    assert [row[0] for row in news["rows"]] == [0, 1, 2] and news["problem"] == ""
+
+
 def test_responses_come_once_with_the_iteration_that_they_belong_to(workdir):
     write_samples(workdir, 2, [sample()])
     write_samples(workdir, 3, [sample(), sample(draw=1)])  # of an iteration without a line: still being written
