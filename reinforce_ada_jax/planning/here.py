@@ -12,6 +12,7 @@ from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.learner import scores_in_update
+from reinforce_ada_jax.sampling.programs import num_replicas
 from reinforce_ada_jax.training.components import Components
 
 WEIGHTS = 2**24  # of a timed matrix: larger than caches, as a model's are
@@ -37,7 +38,8 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
     weights, devices = architecture.active_parameters, components.mesh.size
     step = _step_seconds(config, components)
     token = weights * product_seconds(DENSE_ROWS, architecture.hidden_size, dtype) / DENSE_ROWS / devices
-    _, rounds = slot_choice.simulated(strategy, slot_choice.spread(prompts), engine.options.slots * engine.replicas)
+    slots = engine.options.slots * num_replicas(engine.mesh)
+    _, rounds = slot_choice.simulated(strategy, slot_choice.spread(prompts), slots)
     scale = max(1.0, prompts / slot_choice.MOST_PROMPTS)
     collect = scale * rounds * response * step + prompts * config.data.max_prompt_tokens * token
     # The forward pass has these products once, the backward pass twice, and once more if it computes layers again.
@@ -58,7 +60,7 @@ def iteration_line(config: Config, components: Components, strategy: Strategy) -
 def drawing_line(config: Config, components: Components, responses: int, max_tokens: int) -> str:
     """Returns the line of a dry run on the time of draws where all responses have full length."""
     engine = components.engine
-    steps = -(-responses // (engine.options.slots * engine.replicas)) * max_tokens
+    steps = -(-responses // (engine.options.slots * num_replicas(engine.mesh))) * max_tokens
     taken = _time(steps * _step_seconds(config, components))
     return f"time        about {taken} here to draw {responses:,} responses, if all have {max_tokens:,} tokens"
 
@@ -67,7 +69,7 @@ def _step_seconds(config: Config, components: Components) -> float:
     """Returns the seconds that the products of a decode step take."""
     architecture, engine = components.architecture, components.engine
     taken = product_seconds(engine.options.slots, architecture.hidden_size, config.model.compute_dtype)
-    return architecture.active_parameters * taken * engine.replicas / engine.mesh.size
+    return architecture.active_parameters * taken / engine.mesh.shape["tensor"]
 
 
 def _time(seconds: float) -> str:

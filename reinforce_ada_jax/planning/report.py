@@ -23,6 +23,7 @@ from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.sampling.draft_choice import with_drafts
 from reinforce_ada_jax.sampling.engine import choose_apart
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
+from reinforce_ada_jax.sampling.programs import num_replicas
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training import components as components_lib
 
@@ -95,7 +96,7 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
         f"slice    {topology}, {mesh.size} devices of {_gib(deployment.chip.hbm_bytes)} GiB; mesh "
         f"{mesh_lib.describe(mesh)}{between}\n"
         f"model    {architecture.family}, {architecture.described_size}, from {source}\n"
-        f"engine   {run.engine.replicas} replicas, each of {options.slots} slots, {options.pages:,} pages of "
+        f"engine   {num_replicas(run.engine.mesh)} replicas, each of {options.slots} slots, {options.pages:,} pages of "
         f"{options.page_size} tokens, {options.attention}, "
         f"{options.dtype}; slots see {means.context:,.0f} tokens in the mean\n"
         f"learner  {run.batch.tokens.shape[0]} micro-batches of {run.learner.micro_rows} rows of "

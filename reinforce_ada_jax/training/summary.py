@@ -14,6 +14,7 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.sampling.programs import num_replicas
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.reward_check import output_file
 
@@ -66,7 +67,7 @@ def weight_bytes(config: Config, components: Components) -> tuple[int, int]:
 
 def cache(components: Components) -> str:
     """Returns the size of the cache of keys and values, with the pages and slots that it comes from."""
-    options, replicas = components.engine.options, components.engine.replicas
+    options, replicas = components.engine.options, num_replicas(components.engine.mesh)
     each = f" in each of {replicas} replicas" if replicas > 1 else ""
     chosen = f"; {components.slots_reason}" if components.slots_reason else ""
     return (

@@ -429,7 +429,7 @@ def test_a_window_is_one_program_of_all_hosts(tmp_path):
     sizes = "--config.mesh.fsdp=32", "--config.mesh.tensor=2"
     result = run(tmp_path, "--topology=v5e:8x8", "--json", *sizes)
     assert result.returncode == 0, result.stderr
-    assert "2 replicas" in result.stderr  # of 32: four chips a host, two for each
+    assert "engine   32 replicas, each" in result.stderr  # of all hosts: four chips a host, two for each
 
 
 @needs_libtpu

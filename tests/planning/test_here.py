@@ -46,6 +46,20 @@ def test_the_line_of_draws_alone(monkeypatch):
     assert "about 1942 days here" in here.drawing_line(config, components, 2_000_000_000, 50)
 
 
+def test_slots_of_all_processes_draw(monkeypatch):
+    """Each of two processes has one of the two replicas, and both draw: 256 slots, in steps of 0.2148 s."""
+    monkeypatch.setattr(here, "product_seconds", lambda rows, *_: {128: 2e-6, 512: 5.12e-6}[rows])
+    seen = []
+    monkeypatch.setattr(slot_choice, "simulated", lambda *given: seen.append(given[2]) or (0.0, 1.0))
+    config = components_lib.for_devices(tiny(**{"mesh.data": 2}))
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    monkeypatch.setattr(components.engine, "replicas", 1)
+    here.iteration_line(config, components, strategies.build(config.collection, regularized=False))
+    assert seen == [256]
+    # 2,048 responses of 50 tokens fill the slots eight times: 400 steps.
+    assert "about 1.4 min here" in here.drawing_line(config, components, 2048, 50)
+
+
 def test_a_product_is_timed(monkeypatch):
     standins.constants(monkeypatch, here, WEIGHTS=2**16)
     assert 0 < here.product_seconds(64, 32, "float32") < 1.0
