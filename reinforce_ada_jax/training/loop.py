@@ -229,8 +229,11 @@ def write_metrics(run: Run, state: RunState, evaluated: Mapping[str, float]) -> 
     run.progress.iteration(_shown(metrics))
     if state.iteration == idle_slots.ADVICE_AT and run.rollouts is not None:
         engine, speculative = run.components.engine, run.components.draws_speculatively(run.config.collection)
-        busy, num_slots = metrics["collection/slot_utilisation"], engine.options.slots * num_replicas(engine.mesh)
-        run.progress.note(idle_slots.advice(run.config, busy=busy, num_slots=num_slots, speculative=speculative))
+        advice = idle_slots.advice(
+            run.config, busy=metrics["collection/slot_utilisation"], slots=engine.options.slots,
+            replicas=num_replicas(engine.mesh), speculative=speculative,
+        )  # fmt: skip
+        run.progress.note(advice)
     averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
     return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
 
