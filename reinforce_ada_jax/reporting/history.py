@@ -113,7 +113,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         samples = config["evaluation"]["samples"]
         needed = np.array([[line[key] for key in NEEDED] for line in lines], float).reshape(-1, len(NEEDED))
     except KeyError as error:
-        raise ValueError(f"{workdir} is no run of ours: its config.json or metrics.jsonl lacks {error}.") from error
+        raise ValueError(f"{workdir} is no run of train: its config.json or metrics.jsonl lacks {error}.") from error
     discarded = np.array([line.get("collection/discarded_tokens", 0) for line in lines], float)
     iterations = np.array([line["iteration"] for line in lines], float)
     after_gap = iterations != np.arange(1, len(lines) + 1)  # an earlier iteration has no line

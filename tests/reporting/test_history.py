@@ -113,7 +113,9 @@ def test_runs_of_one_name_get_unique_names(tmp_path):
     [
         ("config.json", "{", "config.json is not JSON"),
         ("config.json", "[]", "holds a list, not an object"),
-        ("config.json", "{}", "is no run of ours: its config.json or metrics.jsonl lacks 'collection'"),
+        ("config.json", "{}", "is no run of train: its config.json or metrics.jsonl lacks 'collection'"),
+        # As of supervised training.
+        ("metrics.jsonl", '{"iteration": 1, "update/loss": 0.5}\n', "is no run of train: .* lacks 'collection/tokens'"),
         ("evaluations/000001.json", '{"iteration"', "000001.json is not JSON"),
     ],
 )
