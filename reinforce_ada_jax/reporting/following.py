@@ -79,6 +79,8 @@ class FollowedRun:
             if found is not None:
                 self._lines.append(found)
         self._end += finished
+        if self._end and not self._lines:
+            raise ValueError(f"{buckets.origin(self.workdir)} is no run of train: its metrics.jsonl has no iteration.")
         shown = 0 if self.history is None else len(self.history.updates)
         if len(self._lines) > shown:  # also lines of a reading before, whose other files could not be read
             self.history = dataclasses.replace(of_lines(self.workdir, self._lines), name=self.name)

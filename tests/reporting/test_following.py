@@ -129,6 +129,12 @@ def test_a_folder_of_another_program_is_said(workdir):
     assert news["rows"] == [] and "config.json holds a list, not an object" in news["problem"]
 
 
+def test_a_run_of_supervised_training_is_said(workdir):
+    (workdir / "metrics.jsonl").write_text('{"iteration": 1, "update/loss": 0.5}\n')
+    news = Reader(FollowedRuns([workdir], 0)).ask()["runs"][0]
+    assert len(news["rows"]) == 1 and "is no run of train: its metrics.jsonl has no iteration" in news["problem"]
+
+
 def test_a_file_that_can_be_read_again_is_shown_without_a_new_iteration(workdir):
     page, file = Reader(FollowedRuns([workdir], 0)), workdir / "config.json"
     text = file.read_text()
