@@ -214,9 +214,11 @@ def terms_by_state(
 
 def _mean(ends: Outcomes, values: np.ndarray) -> Rates:
     """Returns the mean of `values`, one for each state, at each pass rate."""
-    # The differences from the first value are averaged, so that the mean of equal values has exactly their bits.
+    # The differences from the value of the likeliest state are averaged: the mean of equal values has exactly their
+    # bits, and the probability of a rare state keeps its digits, where 1 - (1 - 1e-19) would be 0 or -2e-16.
     values = np.asarray(values, np.float64)
-    return values[0] + (values - values[0]) @ ends.probability
+    likeliest = values[ends.probability.argmax(axis=0)]
+    return likeliest + ((values[:, None] - likeliest) * ends.probability).sum(axis=0)
 
 
 def _block(

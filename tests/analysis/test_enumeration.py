@@ -89,6 +89,12 @@ def test_43_of_100_groups_of_eight_have_no_signal_at_a_pass_rate_of_a_tenth():
     assert found.zero_signal[0] == pytest.approx(0.43046722, abs=1e-12)
 
 
+def test_the_probability_of_a_rare_state_keeps_its_digits():
+    # 2 * 0.5^64 = 1.1e-19, where 1 minus the probability of mixed groups is 0 or -2e-16.
+    found = expectations(config("grpo", group_size=64), [0.5])
+    assert found.zero_signal[0] == found.zero_variance[0] == pytest.approx(0.5**63, rel=1e-9, abs=0.0)
+
+
 def test_noise_of_a_pair():
     # Mixed with chance m = 2 p q, and then A = +-1/2 and the sum of A_i (r_i - p) is 1/2; so Var / E^2 = 1 / m - 1.
     p = RATES[1:-1]
