@@ -23,6 +23,7 @@ from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.isolation.workers import CannotStart
 from reinforce_ada_jax.reporting import idle_slots
+from reinforce_ada_jax.reporting.history import WAITING
 from reinforce_ada_jax.sampling.programs import num_replicas
 from reinforce_ada_jax.training.drawing_hosts import DrawingHosts
 from reinforce_ada_jax.training.run import Run, TrainingStopped
@@ -204,15 +205,19 @@ def evaluate_if_due(run: Run, state: RunState) -> dict[str, float]:
     """Returns avg@k and pass@k of the weights, or their loss on held-out rows; nothing where no evaluation is due."""
     if run.evaluator is None or not is_due(run.config.evaluation.every, state.iteration, run.config.iterations):
         return {}
-    begin = time.monotonic()
+    waits = time.monotonic()
     run.ahead.wait(run.stop)  # the collection uses the engine
+    begin = time.monotonic()
     metrics = run.evaluator(run, state)
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
     text = f"avg@{run.config.evaluation.samples} {', '.join(averages)}"
     if "validation/loss" in metrics:
         text = f"validation loss {metrics['validation/loss']:.4f}"
     run.progress.note(f"iteration {state.iteration}: {text}")
-    return metrics | {"time/evaluate_s": time.monotonic() - begin}
+    times = {"time/evaluate_s": time.monotonic() - begin}
+    if state.pending is not None and WAITING in state.pending:
+        times[WAITING] = state.pending[WAITING] + begin - waits
+    return metrics | times
 
 
 def write_metrics(run: Run, state: RunState, evaluated: Mapping[str, float]) -> RunState:

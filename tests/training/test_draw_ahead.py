@@ -145,11 +145,19 @@ def test_an_evaluation_waits_for_the_engine(unbroken, tmp_path):
             return {"evaluation/heldout/avg": 0.0}
 
     waited = []
+
+    def wait(_, stop):
+        waited.append(stop)
+        time.sleep(0.2)
+
     with pytest.MonkeyPatch.context() as patch:
-        standins.before(patch, DrawAhead, "wait", lambda self, stop: waited.append(stop))
+        standins.before(patch, DrawAhead, "wait", wait)
         train(tmp_path / "run", Evaluator(), **{"evaluation.every": 2})
     assert [iteration for iteration, _ in busy] == [0, 2, 3]
     assert len(waited) == 3 + 3  # before each evaluation, and in each iteration
+    # The wait before an evaluation counts as one for responses.
+    lines = writers.read_metrics(tmp_path / "run")
+    assert all(line["time/wait_s"] >= 0.4 for line in lines[1:])
     assert texts(tmp_path / "run" / "samples") == texts(unbroken / "samples")
 
 
