@@ -246,11 +246,15 @@ class UpdatePrograms:
         if has_slices:
             sums = jax.tree.map(lambda x: x[0], sums)
         summed = jax.tree.map(jax.new_ref, sums.gradients)
+        vjp: Any = jax.vjp  # its declared type lacks `with_refs`
+
+        def add(total: Any, gradient: Array) -> None:
+            total[...] += gradient
 
         def accumulate(index: Int[Array, ""], metrics: tuple[Any, Any]) -> tuple[Any, Any]:
             of_rows = jax.lax.dynamic_index_in_dim(metric_weights, index, keepdims=False)
             micro = micro_batch(batch, index)
-            loss, slope, (means, gap) = jax.vjp(
+            loss, slope, (means, gap) = vjp(
                 lambda read: self._loss_fn(read, base, micro, of_rows, counts, policy_version), read, has_aux=True
             )
             if layers is None:
@@ -258,12 +262,12 @@ class UpdatePrograms:
             else:
                 (gradients,) = slope(jnp.ones_like(loss))
                 gradients = layer_gather.scattered(gradients, params, self._param_shardings)
-                jax.tree.map(lambda total, x: jax.ref.addupdate(total, ..., x), summed, gradients)
+                jax.tree.map(add, summed, gradients)
             means = jax.tree.map(jnp.add, metrics[0], means)
             return means, gap if gap is None else gap_lib.combined(metrics[1], gap)
 
         means, gap = jax.lax.fori_loop(*bounds, accumulate, (sums.means, sums.gap))
-        sums = Sums(jax.tree.map(jax.ref.freeze, summed), means, gap)
+        sums = Sums(jax.tree.map(lambda total: total[...], summed), means, gap)
         return jax.tree.map(lambda x: x[None], sums) if has_slices else sums
 
     def _finished(self, state: LearnerState, batch: Batch, sums: Sums) -> tuple[LearnerState, UpdateMetrics]:
