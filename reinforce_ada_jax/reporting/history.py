@@ -68,6 +68,14 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{file} can't be read ({error.strerror}): name a run's work directory.") from error
 
 
+def _read_evaluation(file: pathlib.Path) -> Metrics:
+    """Returns the results in a file of evaluations/; raises ValueError if it does not name its iteration."""
+    result = read_json(file)
+    if not isinstance(result.get("iteration"), int):
+        raise ValueError(f"{file} is damaged: it has no number of an iteration. Remove it, then run the same command.")
+    return result
+
+
 def _curves(evaluations: Sequence[Metrics], per_iteration: int) -> dict[str, EvaluationCurves]:
     curves: dict[str, EvaluationCurves] = {}
     for result in evaluations:
@@ -114,6 +122,8 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         needed = np.array([[line[key] for key in NEEDED] for line in lines], float).reshape(-1, len(NEEDED))
     except KeyError as error:
         raise ValueError(f"{workdir} is no run of train: its config.json or metrics.jsonl lacks {error}.") from error
+    except ZeroDivisionError as error:
+        raise ValueError(f"{workdir / CONFIG} is damaged: its learning.prompts_per_update is 0.") from error
     discarded = np.array([line.get("collection/discarded_tokens", 0) for line in lines], float)
     iterations = np.array([line["iteration"] for line in lines], float)
     after_gap = iterations != np.arange(1, len(lines) + 1)  # an earlier iteration has no line
@@ -130,8 +140,8 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
     ]
     seconds = np.cumsum(np.sum(spent, axis=0)) if spent else np.full(len(lines), np.nan)
     seconds = np.where(after_gap, np.nan, seconds)
-    evaluations = [read_json(file) for file in sorted((workdir / "evaluations").glob("*.json"))]
-    before = next((result for result in evaluations if result.get("iteration") == 0), {})
+    evaluations = [_read_evaluation(file) for file in sorted((workdir / "evaluations").glob("*.json"))]
+    before = next((result for result in evaluations if result["iteration"] == 0), {})
     return History(
         name=workdir.resolve().name,
         samples=samples,

@@ -9,6 +9,8 @@ from reinforce_ada_jax.reporting import curves
 from reinforce_ada_jax.reporting import history as history_lib
 from tests.plotted import make_run
 
+NO_UPDATE = '{"collection": {"prompts_per_iteration": 8}, "learning": {"prompts_per_update": 0}}'
+
 
 def test_smooth():
     # The mean over the last three, over fewer at the beginning.
@@ -116,7 +118,9 @@ def test_runs_of_one_name_get_unique_names(tmp_path):
         ("config.json", "{}", "is no run of train: its config.json or metrics.jsonl lacks 'collection'"),
         # As of supervised training.
         ("metrics.jsonl", '{"iteration": 1, "update/loss": 0.5}\n', "is no run of train: .* lacks 'collection/tokens'"),
+        ("config.json", NO_UPDATE, "config.json is damaged: its learning.prompts_per_update is 0"),
         ("evaluations/000001.json", '{"iteration"', "000001.json is not JSON"),
+        ("evaluations/000001.json", '{"evaluation/heldout/pass_at_1": 0.5}', "000001.json is damaged: it has no"),
     ],
 )
 def test_a_file_that_no_run_writes_is_named(tmp_path, file, content, said):
