@@ -98,13 +98,17 @@ def binomial(size: int, p: Rates) -> Float[np.ndarray, "K P"]:
 
 
 def outcomes(
-    strategy: Strategy, pass_rates: Rates, estimate: float | None = None, planned: int | None = None
+    strategy: Strategy,
+    pass_rates: Rates,
+    estimate: float | None = None,
+    planned: int | None = None,
+    prompt: Prompt = PROMPT,
 ) -> Outcomes:
     """Returns the distribution of the states (`Outcomes`) with which a prompt of each pass rate ends.
 
     It goes from state to state by `next_draws`, `continue_probability` and binomial rounds, as collect.py does. The
-    strategy sees only the counts in a PromptProgress, and this `estimate` and `planned` for all prompts. A strategy
-    without `max_draws` is cut off when a probability below 1e-12 is left at every pass rate.
+    strategy sees only the counts in a PromptProgress, and this `estimate`, `planned` and `prompt` for all prompts. A
+    strategy without `max_draws` is cut off when a probability below 1e-12 is left at every pass rate.
 
     Raises:
       ValueError: the strategy breaks its own bounds, or never ends.
@@ -115,7 +119,7 @@ def outcomes(
     while in_flight:
         following: dict[tuple[int, int, tuple[int, int]], np.ndarray] = {}
         for (drawn, correct, success), probability in in_flight.items():
-            progress = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
+            progress = PromptProgress(prompt, rounds, drawn, correct, estimate=estimate, planned=planned)
             size = strategies.round_size(strategy, progress)
             goes_on = 0.0 if size == 0 else (strategies.probability_of_more(strategy, progress) if rounds else 1.0)
             if goes_on < 1.0:
@@ -166,7 +170,11 @@ class GroupTerms(NamedTuple):
 
 
 def terms_by_state(
-    strategy: Strategy, estimate: float | None = None, planned: int | None = None, noise: ScoreNoise = EQUAL_NOISE
+    strategy: Strategy,
+    estimate: float | None = None,
+    planned: int | None = None,
+    noise: ScoreNoise = EQUAL_NOISE,
+    prompt: Prompt = PROMPT,
 ) -> Callable[..., GroupTerms]:
     """Returns the terms of a pool as a function of its final state: the numbers of `Outcomes`, in their order.
 
@@ -179,7 +187,7 @@ def terms_by_state(
         """Returns the sizes of the first `rounds` rounds, when no round before the last has a correct draw."""
         sizes: list[int] = []
         while len(sizes) < rounds:
-            progress = PromptProgress(PROMPT, len(sizes), sum(sizes), 0, estimate=estimate, planned=planned)
+            progress = PromptProgress(prompt, len(sizes), sum(sizes), 0, estimate=estimate, planned=planned)
             sizes.append(strategies.round_size(strategy, progress))
         return sizes
 
@@ -193,9 +201,9 @@ def terms_by_state(
         later = drawn - sum(sizes)
         verdicts = (_WRONG,) * before + (_CORRECT,) * first + (_WRONG,) * here
         verdicts += (_CORRECT,) * (correct - first) + (_WRONG,) * (drawn - correct - before - here)
-        met = not strategy.drop_unmet or strategy.met(PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate))
+        met = not strategy.drop_unmet or strategy.met(PromptProgress(prompt, rounds, drawn, correct, estimate=estimate))
         round_sizes = (*sizes, later) if later else tuple(sizes)
-        pool = Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate, round_sizes, noise=noise)
+        pool = Pool(prompt, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate, round_sizes, noise=noise)
         group = make_group(pool, strategy)
         right, advantages = group.pool.correct[group.kept], group.advantages
         numbers = [int(right.sum()), int((~right).sum())]
@@ -222,20 +230,25 @@ def _mean(ends: Outcomes, values: np.ndarray) -> Rates:
 
 
 def _block(
-    strategy: Strategy, pass_rates: Rates, estimate: float | None, planned: int | None, noise: ScoreNoise
+    strategy: Strategy,
+    pass_rates: Rates,
+    estimate: float | None,
+    planned: int | None,
+    noise: ScoreNoise,
+    prompt: Prompt = PROMPT,
 ) -> dict[str, Rates]:
     """Returns the columns of `Expectations` at some pass rates, and three numbers on the kept responses.
 
     These are mean and variance of the sum of A_i (r_i - p), and the mean of the sum of A_i^2, weighted by `noise`.
     """
-    ends = outcomes(strategy, pass_rates, estimate, planned)
+    ends = outcomes(strategy, pass_rates, estimate, planned, prompt)
     numbers = ends.rounds, ends.drawn, ends.correct, ends.success_round, ends.success_correct
     states = np.stack(numbers, axis=1).tolist()
-    terms = terms_by_state(strategy, estimate, planned, noise)
+    terms = terms_by_state(strategy, estimate, planned, noise, prompt)
     found = np.array([terms(*state) for state in states], np.float64)
     kept_correct, kept_wrong, sum_correct, sum_wrong, squares_correct, squares_wrong, zero = found.T
     squares = noise.success * squares_correct + noise.wrong * squares_wrong
-    final = (PromptProgress(PROMPT, *state[:3], estimate=estimate, planned=planned) for state in states)
+    final = (PromptProgress(prompt, *state[:3], estimate=estimate, planned=planned) for state in states)
     mean = functools.partial(_mean, ends)
     total = sum_correct[:, None] * (1.0 - pass_rates) - sum_wrong[:, None] * pass_rates
     gradient = (total * ends.probability).sum(0)
@@ -271,7 +284,7 @@ def expectations(
     with A+ and A- the sums of a_i over correct and over wrong responses. The update climbs E[f(p)] where signal = f'. A
     fixed number n of draws, all kept, with their mean as baseline, has the signal (n - 1) / n. `variance` does not
     depend on `rows`. Where the strategy plans, the draws of all P prompts are planned together, as if the estimates
-    were exact.
+    were exact. A strategy of the user finds the pass rate in the prompt.
 
     Args:
       config: the `collection` section of a configuration, or any object with the attributes of `StrategyConfig`.
@@ -285,13 +298,15 @@ def expectations(
     planned = planned_draws(strategy, pass_rates)
     keys = pass_rates[None] if planned is None else np.stack([pass_rates, planned])
     distinct, index = np.unique(keys, axis=1, return_inverse=True)
-    if planned is None and strategy.needs_estimates:
-        blocks = [_block(strategy, np.array([rate]), rate, None, noise) for rate in distinct[0].tolist()]
-    elif planned is None:
+    if planned is None and not strategy.needs_estimates and config.strategy in strategies.BUILT_IN:
         starts = range(0, distinct.shape[1], BLOCK)
         blocks = [_block(strategy, distinct[0, start : start + BLOCK], None, None, noise) for start in starts]
-    else:
-        blocks = [_block(strategy, np.array([rate]), rate, int(size), noise) for rate, size in distinct.T.tolist()]
+    else:  # a strategy of the user may read the pass rate of a prompt, too
+        blocks = []
+        for rate, *sizes in distinct.T.tolist():
+            size, estimate = int(sizes[0]) if sizes else None, rate if strategy.estimates else None
+            prompt = dataclasses.replace(PROMPT, pass_rate=rate)
+            blocks.append(_block(strategy, np.array([rate]), estimate, size, noise, prompt))
     columns = {name: np.concatenate([block[name] for block in blocks])[index.reshape(-1)] for name in blocks[0]}
     gradient, gradient_variance = columns.pop("gradient"), columns.pop("gradient_variance")
     squares = columns.pop("squares")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import pathlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,8 @@ from tests import standins
 
 RATES = np.array([0.0, 0.01, 0.1, 0.5, 0.73, 1.0])
 COLUMNS = {field.name for field in dataclasses.fields(enumeration.Expectations)} - {"pass_rates", "rows"}
+
+SGPO = pathlib.Path(__file__).parents[2] / "examples" / "rivals" / "sgpo.py"
 
 
 def config(strategy: str, **settings: object) -> SimpleNamespace:
@@ -456,6 +459,14 @@ def test_a_users_strategy_by_counts():
     ends = enumeration.outcomes(strategy, np.array([0.3]))
     assert np.dot(ends.drawn, ends.probability[:, 0]) == pytest.approx(3.75, abs=1e-15)
     assert np.dot(ends.correct, ends.probability[:, 0]) == pytest.approx(0.3 * 3.75, abs=1e-15)
+
+
+def test_a_users_strategy_finds_the_pass_rate_in_the_prompt():
+    """sgpo draws 1 / p responses, rounded down to a power of two, at least 2; of p = 0 and 1/16 the most, 8."""
+    sgpo = config(f"{SGPO}:sgpo", samples_per_round=8, max_rounds=1)
+    found = expectations(sgpo, [0.5, 0.0, 0.25, 0.0625, 0.24])
+    assert found.draws.tolist() == [2, 8, 4, 8, 4]
+    np.testing.assert_allclose(found.zero_signal[[0, 2]], [0.5, 0.75**4 + 0.25**4], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
