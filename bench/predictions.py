@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.stats import spearmanr
 
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis.enumeration import binomial, expectations, progress
 from reinforce_ada_jax.analysis.tables import markdown
 from reinforce_ada_jax.config import CollectionConfig
@@ -44,24 +45,24 @@ def fitted_rates(histogram: Int[np.ndarray, " K"]) -> Float[np.ndarray, " P"]:
 def measured_rates(config: str, settings: Mapping[str, Any], folder: pathlib.Path) -> Float[np.ndarray, " P"]:
     """Returns the fitted pass rates of a configuration's model on its problems; `folder` keeps the measurement.
 
-    `settings` are those that differ from the configuration, with `data.prompts`, the source of the problems.
+    `settings` are those that differ from the configuration, with `data.prompts`, the source of the problems. `prepare`
+    draws only the responses that `folder` lacks, and compares model, problems and settings with those of the others.
 
     Raises:
+      ValueError: `folder` has responses of another model, to other problems or with other settings.
       RuntimeError: `prepare` failed; the message has the end of its output.
     """
-    manifest = folder / "problems.manifest.json"
-    if not manifest.exists():
-        prompts = settings["data.prompts"]
-        command = [
-            sys.executable, "-m", "reinforce_ada_jax.prepare", f"--config={config}", f"--input={prompts}",
-            f"--output={folder}/problems.jsonl", f"--samples={SAMPLES}", "--max_pass_rate=1",
-            *(f"--config.{key}={value}" for key, value in settings.items()),
-        ]  # fmt: skip
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise RuntimeError(f"prepare ended with code {result.returncode}:\n{result.stderr[-2000:]}")
-    return fitted_rates(np.array(json.loads(manifest.read_text())["histogram"]))
+    command = [
+        sys.executable, "-m", "reinforce_ada_jax.prepare", f"--config={config}", f"--input={settings['data.prompts']}",
+        f"--output={folder}/problems.jsonl", f"--samples={SAMPLES}", "--max_pass_rate=1",
+        *(f"--config.{key}={value}" for key, value in settings.items()),
+    ]  # fmt: skip
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        kind = ValueError if result.returncode == cli.BAD_INPUT else RuntimeError
+        raise kind(f"prepare ended with code {result.returncode}:\n{result.stderr[-2000:]}")
+    return fitted_rates(np.array(json.loads((folder / "problems.manifest.json").read_text())["histogram"]))
 
 
 class Prediction(NamedTuple):

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import subprocess
 
 import numpy as np
 import pytest
 
 from bench import predictions
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis.enumeration import binomial
 from reinforce_ada_jax.config import CollectionConfig
 from tests.bench.test_learning import history
@@ -23,6 +25,18 @@ def test_rates_behind_counts_are_found():
     assert ((1.0 - rates) ** 16).mean() == pytest.approx(counts[0] / 100_000, rel=0.02)
     # A count of 0 is not a rate of 0.
     assert 0.01 < rates.min()
+
+
+def test_a_stored_measurement_is_compared_with_model_and_problems(tmp_path, monkeypatch):
+    """`prepare` finds that a stored measurement is of another model, and the predictions stop with its message."""
+    (tmp_path / "problems.manifest.json").write_text('{"histogram": [1, 0, 1]}')
+    said = "error: problems.draws/responses.jsonl holds responses that were drawn with other settings"
+    results = iter([subprocess.CompletedProcess([], 0), subprocess.CompletedProcess([], cli.BAD_INPUT, "", said)])
+    monkeypatch.setattr(predictions.subprocess, "run", lambda *_, **__: next(results))
+    settings = {"data.prompts": "words.jsonl"}
+    assert len(predictions.measured_rates("tiny", settings, tmp_path)) == predictions.PROMPTS
+    with pytest.raises(ValueError, match=said):
+        predictions.measured_rates("tiny", settings, tmp_path)
 
 
 def test_a_prediction_has_means_over_prompts():
