@@ -13,8 +13,9 @@ for programs to compile; compare them within one command on an idle machine.
 Below its table each task has the predictions of `simulate` for the methods, next to their outcomes
 (bench/predictions.py). Methods that choose prompts are left out there, because they change the pass rates.
 
-With several --learning_rates each algorithm gets the one that is best on the task at the middle budget of tokens, by
-a run with a seed that is not reported (`TRIAL_SEED`).
+With several --learning_rates each algorithm gets the one that is best on the task, by a trial of each rate with a seed
+that is not reported (`TRIAL_SEED`). Its trials are compared at the middle budget of tokens, or at the tokens of the
+shortest one if that generated fewer.
 """
 
 import dataclasses
@@ -109,7 +110,8 @@ def with_best_rates(
 ) -> list[tuple[str, Entry]]:
     """Returns the entries with their tasks, each with the best of several learning rates, by one trial of each rate.
 
-    A trial has the entry's updates times the middle budget, divided by the largest budget.
+    A trial has the entry's updates times the middle budget, divided by the largest budget. The trials of an entry are
+    compared at equal tokens: the most, up to the middle budget, that all of them generated.
     """
     shares = {name: task.budgets[1] / task.budgets[-1] for name, task in TASKS.items()}
     trials = [
@@ -121,15 +123,13 @@ def with_best_rates(
         for task, entry in planned
         for rate in rates
     ]
-    averages = [
-        at_tokens(history, BENCHMARK, TASKS[trial.task].budgets[1])
-        for trial, history in zip(trials, train_all(trials, folder, jobs), strict=True)
-    ]
-    best = np.argmax(np.reshape(averages, (-1, len(rates))), axis=1)
-    return [
-        (task, dataclasses.replace(entry, learning_rate=rates[index]))
-        for (task, entry), index in zip(planned, best, strict=True)
-    ]
+    histories, best = train_all(trials, folder, jobs), []
+    for index, (task, entry) in enumerate(planned):
+        tried = histories[index * len(rates) : (index + 1) * len(rates)]
+        tokens = min(TASKS[task].budgets[1], *(np.nanmax(one.evaluations[BENCHMARK].tokens) for one in tried))
+        averages = [at_tokens(one, BENCHMARK, tokens) for one in tried]
+        best.append((task, dataclasses.replace(entry, learning_rate=rates[int(np.argmax(averages))])))
+    return best
 
 
 def at_updates(history: History, updates: int) -> tuple[float, float]:

@@ -234,6 +234,15 @@ def test_each_algorithm_has_its_best_learning_rate(tmp_path, scripted, monkeypat
     assert set(updates) == {(learning.TRIAL_SEED, 66), (0, 100)}
 
 
+def test_learning_rates_are_compared_at_tokens_that_all_trials_generated(tmp_path, scripted):
+    """A trial ends at 20,000 tokens with 0.5. The other one has 0.25 there, and 0.575 at the 46,000 of the budget."""
+    trials = {"0.25": history(100, 0.5), "0.5": history(400, 1.0)}
+    scripted(lambda *_: None, lambda workdir: trials[workdir.name.split("-")[1]])
+    planned = [("cipher", learning.Entry("ngu", {}))]
+    ((_, entry),) = learning.with_best_rates(planned, [0.25, 0.5], tmp_path, jobs=1)
+    assert entry.learning_rate == 0.25
+
+
 def test_an_algorithm_of_the_users_own_is_in_the_table(tmp_path, scripted):
     trained = []
     scripted(lambda run, workdir: trained.append(run.entry), lambda workdir: HISTORIES["balance"][0])
