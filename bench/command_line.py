@@ -25,6 +25,14 @@ def leave_the_device(values: flags.FlagValues) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def check_flags(name: str, values: flags.FlagValues) -> None:
+    """Raises ValueError where a flag is given that the measurement `name` does not read."""
+    read = ("json", *options.USED[name])
+    given = [flag for flag in options.define_flags(flags.FlagValues()) if values[flag].present]
+    if unread := [flag for flag in given if flag not in read]:
+        raise ValueError(f"`{name}` does not read --{unread[0]}; --help lists the flags that it reads.")
+
+
 def measured(run: RunFn, values: flags.FlagValues, auto_dtype: str | None = None) -> dict[str, Any]:
     """Returns the numbers of a measurement; impossible flags end the process.
 
@@ -74,6 +82,8 @@ def start(
     options.define_flags(flags.FLAGS)
 
     def main() -> None:
+        with cli.user_input():
+            check_flags(name, flags.FLAGS)
         if before is not None:
             before(flags.FLAGS)
         report(name, measured(run, flags.FLAGS, auto_dtype), flags.FLAGS.json)

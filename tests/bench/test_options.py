@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from absl import flags
 
-from bench import accelerator, options
+from bench import accelerator, command_line, options
 
 BENCH = pathlib.Path(options.__file__).parent
 
@@ -26,6 +26,16 @@ def names_in(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 def parsed(module: str) -> ast.Module:
     return ast.parse((BENCH / f"{module}.py").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("name", "flag"), [("serve", "replicas"), ("serve", "window"), ("turns", "replicas")])
+def test_a_flag_that_a_measurement_does_not_read_is_refused(name, flag):
+    """`turns` shared the slots by two replicas, and ran one of them; `rollout` reads all three flags."""
+    values = options.define_flags(flags.FlagValues())
+    values(["bench", f"--{flag}=2", "--slots=8", "--json=out.json"])
+    with pytest.raises(ValueError, match=f"`{name}` does not read --{flag}; --help lists"):
+        command_line.check_flags(name, values)
+    command_line.check_flags("rollout", values)
 
 
 @pytest.mark.parametrize("name", options.USED)
