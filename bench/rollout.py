@@ -123,10 +123,11 @@ def measure(
         "peak_memory_bytes": memory_bytes(peak=True),
     }
     if options.requests:
-        decode_steps = last.slot_steps // (engine_options.slots * replicas)
+        decode_steps = last.slot_steps // engine_options.slots  # of all replicas: each reads its own weights
         rate = copy_bytes_per_s(options.copy_mb * 2**20)
+        memories = 1 if jax.default_backend() == "cpu" else replicas
         needed = engines.decode_bytes(architecture, workload, decode_steps, engine_options)
-        result |= {"copy_bytes_per_s": rate, "bandwidth_fraction": needed / median / rate}
+        result |= {"copy_bytes_per_s": rate, "bandwidth_fraction": needed / median / (rate * memories)}
     if baseline is not None:
         baseline_seconds = [run["seconds"] for run in found[baseline.name][1:]]
         baseline_median = statistics.median(baseline_seconds)

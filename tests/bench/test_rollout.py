@@ -193,17 +193,19 @@ def test_a_shaped_model_is_made_once(tmp_path, workload, capsys):
     assert "HIDDEN a multiple of 16" in refused(capsys, run, *flag, "--shape=24x1").err
 
 
-def test_a_synthetic_workload_reports_the_bandwidth_that_it_needs(tmp_path):
+@pytest.mark.parametrize(("requests", "samples", "replicas"), [(1, 2, 1), (2, 1, 2)])
+def test_a_synthetic_workload_reports_the_bandwidth_that_it_needs(tmp_path, requests, samples, replicas):
     huggingface.save(tmp_path / "model", ARCHITECTURE, transformer.init(ARCHITECTURE, jax.random.key(0)))
     (tmp_path / "model" / "model.safetensors").unlink()  # a config.json alone will do
     result = run(
-        "rollout", f"--model={tmp_path / 'model'}", "--requests=1", "--prompt_tokens=6", "--samples=2",
-        "--response_tokens=12", "--slots=2", "--window=4", "--page_size=4", "--repeat=1", "--copy_mb=1", "--drafts=0",
+        "rollout", f"--model={tmp_path / 'model'}", f"--requests={requests}", "--prompt_tokens=6",
+        f"--samples={samples}", f"--replicas={replicas}", "--response_tokens=12", "--slots=2", "--window=4",
+        "--page_size=4", "--repeat=1", "--copy_mb=1", "--drafts=0",
     )  # fmt: skip
     assert result["useful_tokens"] == 24 and result["slot_utilisation"] == 1.0
     assert (result["drafts"], result["draft_tokens"]) == (0, 0) and result["processor_seconds"][0] > 0
-    # 12 turns read all weights; a response sees 6 to 17 tokens of 2 * 8 numbers each. Float32.
-    needed = 4 * (12 * ARCHITECTURE.num_parameters + 2 * 138 * 16)
+    # 12 turns read all weights, in each replica; a response sees 6 to 17 tokens of 2 * 8 numbers each. Float32.
+    needed = 4 * (12 * replicas * ARCHITECTURE.num_parameters + 2 * 138 * 16)
     assert result["bandwidth_fraction"] == pytest.approx(needed / result["seconds"][0] / result["copy_bytes_per_s"])
 
 
