@@ -230,7 +230,7 @@ def written_metrics() -> set[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 keys.add(node.value)
     keys = {key for key in keys if METRIC.fullmatch(key)} - {"update/*", "evaluation/*/*", "evaluation/*/avg"}
-    drawn = {"a": [GradedResponse(1, False, Verdict(True, 1.0))]}
+    drawn = {name: [GradedResponse(1, False, Verdict(True, 1.0))] for name in "ab"}
     statistics = scores.statistics(drawn.values()) | scores.difficulty_statistics(
         scores.by_difficulty({"a": 1.0}, drawn)
     )

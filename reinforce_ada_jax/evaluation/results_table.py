@@ -1,5 +1,6 @@
 """Markdown tables of an evaluation's scores, with the paper's results where they can be compared."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -52,7 +53,7 @@ def table(
             if problems != count:
                 papers = [f"({papers[0]})"]
                 notes.append(f"{papers[0]} is over {count:,} problems, here are {problems:,}: not comparable.")
-        return [name, f"{problems:,}", _with_error(average, error, problems), *papers, *cells]
+        return [name, f"{problems:,}", _with_error(average, error), *papers, *cells]
 
     shares = ("truncated_share", "no_answer_share", "failure_share")
     header = ["benchmark", "problems", f"avg@{samples}", *([paper.name] if paper.averages else [])]
@@ -60,7 +61,7 @@ def table(
     lines = []
     for name, result in results.items():
         cells = [f"{result[key]:.3f}" for key in (f"pass_at_{samples}", f"all_correct_at_{samples}", *shares)]
-        lines.append(line(name, int(result["problems"]), result["avg"], result["avg_standard_error"],
+        lines.append(line(name, int(result["problems"]), result["avg"], result.get("avg_standard_error", math.nan),
                           [*cells, f"{result['tokens_mean']:,.0f}"], columns.get(name)))  # fmt: skip
     if len(results) > 1:
         all_four = len(results) == len(paper_results.SETS) and {*columns.values()} == {*paper_results.SETS}
@@ -90,15 +91,15 @@ def table(
     return "\n\n".join(filter(None, sections))
 
 
-def _with_error(average: float, error: float, problems: int) -> str:
-    """Returns an average with its standard error over problems, which one problem does not have."""
-    return f"{average:.3f} ± {error:.3f}" if problems > 1 else f"{average:.3f}"
+def _with_error(average: float, error: float) -> str:
+    """Returns an average with its standard error over problems, where it has one."""
+    return f"{average:.3f}" if math.isnan(error) else f"{average:.3f} ± {error:.3f}"
 
 
 def _by_difficulty(name: str, found: Sequence[Difficulty], samples: int) -> str:
     lines = [
         [each.range.replace("_", " to "), f"{each.problems:,}", f"{each.initial:.3f}",
-         _with_error(each.average, each.error, each.problems), f"{each.average - each.initial:+.3f}"]
+         _with_error(each.average, each.error), f"{each.average - each.initial:+.3f}"]
         for each in found
     ]  # fmt: skip
     return markdown([f"{name}, initial pass rate", "problems", "initial", f"avg@{samples}", "change"], lines)

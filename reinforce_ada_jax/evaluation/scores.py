@@ -28,7 +28,7 @@ class Difficulty(NamedTuple):
     problems: int
     initial: float  # their mean initial pass rate
     average: float  # avg@n
-    error: float  # standard error of `average`, over problems
+    error: float  # standard error of `average`, over problems; nan for one problem
 
 
 def sizes(samples: int) -> list[int]:
@@ -53,15 +53,16 @@ def all_correct_at_k(num_correct: int, num_samples: int, k: int) -> float:
 def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> Statistics:
     """Computes avg@n, its standard error over problems, pass@k and all-correct@k for k = 1, 2, 4, ..., n, and shares.
 
-    The shares are those of responses that are truncated, have no answer, or were not graded because the verifier
-    failed. `tokens_mean` is the mean length of all responses.
+    One problem has no standard error. The shares are those of responses that are truncated, have no answer, or were not
+    graded because the verifier failed. `tokens_mean` is the mean length of all responses.
     """
     num_correct = np.array([sum(response.verdict.correct for response in draws) for draws in by_problem])
     everything = [response for draws in by_problem for response in draws]
     samples = len(everything) // len(num_correct)
     shares = num_correct / samples
-    error = _standard_error(shares)
-    result: Statistics = {"problems": len(shares), "avg": float(shares.mean()), "avg_standard_error": error}
+    result: Statistics = {"problems": len(shares), "avg": float(shares.mean())}
+    if len(shares) > 1:
+        result["avg_standard_error"] = _standard_error(shares)
     for name, probability in (("pass", pass_at_k), ("all_correct", all_correct_at_k)):
         for k in sizes(samples):
             result[f"{name}_at_{k}"] = float(np.mean([probability(int(c), samples, k) for c in num_correct]))
@@ -75,7 +76,7 @@ def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> Statistics:
 
 
 def _standard_error(values: Float[np.ndarray, " N"]) -> float:
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def by_difficulty(initial: Mapping[str, float], drawn: GradedResponses) -> list[Difficulty]:
@@ -122,9 +123,11 @@ def by_label(labels: Mapping[str, Mapping[str, str]], drawn: GradedResponses) ->
 def weighted(results: Mapping[str, Statistics]) -> tuple[int, float, float]:
     """Computes (problems, avg over all of them, its standard error) of several benchmarks.
 
-    The error is that of a mean over strata: sqrt(sum_i n_i^2 e_i^2) / sum_i n_i.
+    The error is that of a mean over strata: sqrt(sum_i n_i^2 e_i^2) / sum_i n_i; nan if a benchmark has one problem.
     """
     problems = sum(result["problems"] for result in results.values())
     average = sum(result["problems"] * result["avg"] for result in results.values()) / problems
-    variance = sum((result["problems"] * result["avg_standard_error"]) ** 2 for result in results.values())
+    variance = sum(
+        (result["problems"] * result.get("avg_standard_error", math.nan)) ** 2 for result in results.values()
+    )
     return int(problems), average, math.sqrt(variance) / problems
