@@ -5,7 +5,7 @@ responses are right (examples/second_half.py); `words` is the tutorial's (config
 problems and prompts docs/tutorial.md makes; `maze` is MaxRL's (configs/maze.py), with mazes and a warm start as in
 docs/maze.md; `shortest_path` and `spell_backward` are generators of reasoning-gym, and examples/reasoning_gym_models.py
 makes their problems and models (docs/reasoning_gym.md); in `sums` and `char_count` SmolLM2-135M learns (docs/smollm2.md
-has the commands for its files; a run needs 5 GB of memory, and half an hour or more). Every run is `train`, in a
+has the commands for its files; a run needs 4 GB of memory, and half an hour or more). Every run is `train`, in a
 process and a work directory of its own: after an interruption the same command continues, and a finished run is not
 repeated. Every algorithm has a run before any has two. Seconds are those of collecting and updating, without waiting
 for programs to compile; compare them within one command on an idle machine.

@@ -7,7 +7,7 @@ or, after the warm start, one of its three runs:
     python -m reinforce_ada_jax.train --config=configs/smollm2_char_count.py --workdir=runs/smollm2/grpo \\
         --config.collection.strategy=grpo --config.collection.group_size=8
 
-Hardware: two CPU cores, 5 GB of memory.
+Hardware: two CPU cores, 4 GB of memory.
 Source of the numbers: our own trials; the learning rate is tuned for none of the methods but `exact`, which has 3e-6
 (docs/smollm2.md). The task is that of the recipe `char_count` of verl-project/verl-recipe. Its sizes, for an
 accelerator: words of 10 to 20 letters, 9,000 problems, 128 prompts an iteration, minibatches of 16, learning rate 1e-6,

@@ -5,7 +5,7 @@
     python -m reinforce_ada_jax.train --config=configs/smollm2_sums.py --workdir=runs/sums/grpo \\
         --config.collection.strategy=grpo --config.collection.group_size=8
 
-Hardware: two CPU cores, 5 GB of memory. The model is that of `make smollm2` (docs/smollm2.md).
+Hardware: two CPU cores, 4 GB of memory. The model is that of `make smollm2` (docs/smollm2.md).
 Source of the numbers: our own trials. A response is right if its last number is the answer.
 """
 
