@@ -109,6 +109,8 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
         upcoming.partial.update(stored.partial)
         if isinstance(run.estimator, ValueHead):  # `observe` needs the features of the prompts
             run.estimator.estimate(source.weights, source.choice.prompts)
+        if isinstance(run.rollouts, Rollouts):
+            run.rollouts.release()  # the pages of the start, or of an evaluation
     else:
         estimate_fn, partial = _estimate_fn(run, source), {**source.partial_rollouts, **stored.partial}
         choice = source.choice

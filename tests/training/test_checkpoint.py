@@ -37,7 +37,7 @@ from reinforce_ada_jax.training.save_times import SaveTimes
 from reinforce_ada_jax.training.state import abstract_state
 from reinforce_ada_jax.training.workdir import WorkdirLock
 from tests import standins
-from tests.running import ROOT, environment, run_python, tiny, train
+from tests.running import ROOT, environment, responses_kept, run_python, tiny, train
 
 # Orbax leaves coroutines behind that were never awaited where one of many reads or writes fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -593,8 +593,14 @@ def test_no_page_is_held_during_an_update(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Rollouts, "__init__", initialized)
     monkeypatch.setattr(UpdatePrograms, "__call__", updated)
-    outcome = train(tiny(**{"iterations": 2, "evaluation.every": 0}), tmp_path)
+    config = tiny(**{"iterations": 2, "evaluation.every": 0, "checkpoint.every": 1})
+    with responses_kept():
+        outcome = train(config, tmp_path)
     assert outcome.ending is Ending.FINISHED and held == [[None]] * 2
+    # As after a kill in the last update: its responses are stored, and nothing is drawn.
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    del made[:], held[:]
+    assert train(config, tmp_path).ending is Ending.FINISHED and held == [[None]]
 
 
 def test_fingerprints_do_not_depend_on_groups(monkeypatch):
