@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import importlib.util
 import json
+import math
 import pathlib
 import random
 import threading
@@ -65,14 +66,14 @@ class Buckets:
     """All buckets of the server; any name is a bucket.
 
     Attributes:
-      latency_s: time before each answer.
+      most_sent: requests wait while `sent` is as long as this.
       error_share: share of requests that are answered with 503, by a seeded generator; nothing is done for them.
       objects: by bucket and name.
       requests: "METHOD path", in the order of arrival.
       sent: (BUCKET/NAME, first byte, end) of what was sent of the content of objects.
     """
 
-    latency_s: float = 0.0
+    most_sent: float = math.inf
     error_share: float = 0.0
     objects: dict[tuple[str, str], Stored] = dataclasses.field(default_factory=dict)
     requests: list[str] = dataclasses.field(default_factory=list)
@@ -227,7 +228,8 @@ class Buckets:
         def route(path: str, endpoint: Callable[[Request], Awaitable[Response]], *methods: str) -> Route:
             async def answer(request: Request) -> Response:
                 self.requests.append(f"{request.method} {request.url.path}")
-                await asyncio.sleep(self.latency_s)
+                while len(self.sent) >= self.most_sent:
+                    await asyncio.sleep(0.01)
                 if self.chance.random() < self.error_share:
                     return _error(503, "Service Unavailable")
                 return await endpoint(request)

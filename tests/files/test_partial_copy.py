@@ -1,6 +1,7 @@
 """Partial copies of weights in a bucket: what is asked for, once, also after kills and damage."""
 
 import json
+import math
 import os
 import pathlib
 import signal
@@ -118,15 +119,15 @@ def test_a_progress_line_counts_what_is_missing(model):
 
 
 def test_a_killed_process_goes_on_where_it_was(server, model, monkeypatch):
-    monkeypatch.setattr(server, "latency_s", 0.05)
     before = len(server.sent)
+    monkeypatch.setattr(server, "most_sent", before + 20)  # of 33: the process can't end before it is killed
     process = forked.Forked(["-c", COPY, model], environment())
     while len(server.sent) < before + 20:
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    monkeypatch.setattr(server, "latency_s", 0.0)
+    monkeypatch.setattr(server, "most_sent", math.inf)
     partial, before = found(partial_copy.fetch(model)), len(server.sent)
     missing = partial.missing([(0, len(CONTENT))])
     assert 0 < sum(map(len, missing)) < 128 - 4 * 8
