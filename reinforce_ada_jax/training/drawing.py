@@ -109,8 +109,6 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
         upcoming.partial.update(stored.partial)
         if isinstance(run.estimator, ValueHead):  # `observe` needs the features of the prompts
             run.estimator.estimate(source.weights, source.choice.prompts)
-        if isinstance(run.rollouts, Rollouts):
-            run.rollouts.release()  # the pages of the start, or of an evaluation
     else:
         estimate_fn, partial = _estimate_fn(run, source), {**source.partial_rollouts, **stored.partial}
         choice = source.choice
@@ -122,6 +120,8 @@ def draw(run: Run, source: Source, stop: Stop) -> Drawn:
             )  # fmt: skip
         pools, counts = _collect_fn(run, source, stop)(job)
         collected = CollectedShard(pools, upcoming.partial, dict(counts + collections.Counter(stored.counts)))
+    if isinstance(run.rollouts, Rollouts):
+        run.rollouts.release()  # the updates need the memory
     for pool in collected.pools:
         check_drawn(pool.responses, run.config, source.iteration)
     seconds = {"time/collect_s": time.monotonic() - begin, "time/verify_s": run.verifiers.busy_s - verify_s}
@@ -190,7 +190,6 @@ def draw_fn(
         except Interrupted:
             job.broken_off.counts.update(counts())
             raise
-        rollouts.release()  # the updates need the memory
         return pools, collections.Counter(counts())
 
     return draw_job
