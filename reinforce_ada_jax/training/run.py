@@ -10,7 +10,7 @@ from reinforce_ada_jax.collection.selection import Selection
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.demonstrations import Demonstration
-from reinforce_ada_jax.distributed.compilation import Ready, always_ready, return_freed_memory
+from reinforce_ada_jax.distributed.compilation import Ready, always_ready
 from reinforce_ada_jax.distributed.signals import Interrupt, Stop
 from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.learning.learner import Learner
@@ -137,7 +137,6 @@ class Run(Inputs):
         """
         if self.learns_on_cpu:
             self.checkpoints.wait()
-            return_freed_memory()
 
     def policy(self, state: RunState) -> Params:
         """Returns the current weights, to score with and to decode from. The next update donates them."""
